@@ -1,0 +1,115 @@
+"""AWQ on one decoder block: gather evidence, search and fold the scaling of every feed group, choose the clipping.
+
+The order follows the data: all evidence is gathered in one pass through the float block (its inputs come from the quantised blocks
+before it), then the groups are scaled from the last to the first, so that a producer which is itself a consumer of an earlier group
+(v_proj, up_proj) has its final rows when its own input channels are searched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from calib.capture import BlockInputs, BlockRunner
+from calib.evidence import Evidence
+from calib.fold import Weights, fold_verified
+from calib.graph import FeedGroup, FromLinear
+from quant.quantizer import Note
+from quant.scheme import Scheme
+from quant.transforms.awq import Consumer, search_clipping, search_factors
+
+
+@dataclass
+class ScaledBlock:
+    """A block whose matrices are ready to be rounded.
+
+    Attributes:
+        weights: float32 parameters by name inside the block, after folding.
+        shrink: range factors per matrix (``scheme.block_grid``), where clipping was searched.
+        folded: names of kept parameters whose values changed.
+        ratios: winning exponent and relative output error per feed group, for the record.
+    """
+
+    weights: Weights
+    shrink: dict[str, Tensor] = field(default_factory=dict)
+    folded: set[str] = field(default_factory=set)
+    ratios: dict[str, tuple[float, float]] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+
+
+class AwqBlock:
+    """Scales one block after another of a ``BlockRunner``.
+
+    Args:
+        schemes: scheme of each matrix that is quantised, by parameter name inside the block.
+        dtypes: stored type of every parameter, by name inside the block.
+        clip: search the clipping of every block of the grid as well.
+    """
+
+    def __init__(self, runner: BlockRunner, *, clip: bool) -> None:
+        self.runner = runner
+        self.clip = clip
+
+    @torch.no_grad()
+    def scale(
+        self, index: int, inputs: BlockInputs, groups: Sequence[FeedGroup], schemes: Mapping[str, Scheme], dtypes: Mapping[str, torch.dtype]
+    ) -> ScaledBlock:
+        """Scale block ``index``, whose parameters are loaded; on return the runner holds the folded float parameters."""
+        runner, place = self.runner, f"{self.runner.skeleton.blocks_name}.{index}"
+        prefix = f"{place}."
+        block = ScaledBlock({name.removeprefix(prefix): runner.skeleton.get(name).data for name in runner.block_parameters(index)})
+        wanted = [group for group in groups if any(f"{name}.weight" in schemes for name in group.consumers)]
+        evidence = runner.gather(index, [group.consumers[0] for group in wanted], inputs)
+        sample = inputs.sample(runner.SAMPLE)
+
+        def apply(changed: Mapping[str, Tensor]) -> None:
+            for name, value in changed.items():
+                runner.skeleton.set(prefix + name, value)
+
+        before = {name: value for name, value in block.weights.items() if name not in schemes}
+        for group in reversed(wanted):
+            found = evidence[group.consumers[0]]
+            factors = self._factors(block, group, found, schemes, place)
+            if factors is None:
+                continue
+            exact, notes = fold_verified(
+                block.weights, group, factors, dtypes, apply, lambda: runner.forward(index, sample, inputs), f"{place}.{group.consumers[0]}"
+            )
+            block.notes += notes
+            if exact is not None:
+                evidence[group.consumers[0]] = found.divided(exact)
+        block.folded = {name for name, value in before.items() if not torch.equal(value, block.weights[name])}
+        if self.clip:
+            for group in wanted:
+                self._clip(block, group, evidence[group.consumers[0]], schemes)
+        return block
+
+    def _factors(self, block: ScaledBlock, group: FeedGroup, found: Evidence, schemes: Mapping[str, Scheme], place: str) -> Tensor | None:
+        """Factors worth folding, or None; every reason but 'plain rounding is best' is noted."""
+        name = group.consumers[0]
+        if group.producer is None:
+            block.notes.append(Note("not-scaled", f"{place}.{name}: nothing that produces its input can take factors"))
+            return None
+        if not all(f"{consumer}.weight" in schemes for consumer in group.consumers):
+            block.notes.append(Note("not-scaled", f"{place}.{name}: a matrix that reads the same input stays in float"))
+            return None
+        share = free = None
+        if isinstance(group.producer, FromLinear):
+            if f"{group.producer.module}.weight" not in schemes:
+                block.notes.append(Note("not-scaled", f"{place}.{name}: {group.producer.module}, which feeds it, stays in float"))
+                return None
+            free = group.producer.channel >= 0
+            share = group.producer.channel.clamp_min(0)
+        consumers = [Consumer(block.weights[f"{consumer}.weight"], schemes[f"{consumer}.weight"]) for consumer in group.consumers]
+        choice = search_factors(consumers, found.gram, share, free)
+        block.ratios[name] = (choice.ratio, choice.relative_error)
+        return None if choice.ratio == 0 else choice.factors
+
+    def _clip(self, block: ScaledBlock, group: FeedGroup, found: Evidence, schemes: Mapping[str, Scheme]) -> None:
+        for consumer in group.consumers:
+            name = f"{consumer}.weight"
+            if name in schemes:
+                block.shrink[name] = search_clipping(block.weights[name], schemes[name], found.gram)

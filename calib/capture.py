@@ -1,0 +1,170 @@
+"""Capture: run a model one decoder block at a time over the calibration windows.
+
+Only the embedding (once), one block and the hidden states are in memory. What surrounds the blocks (masks, rotary tables) is
+recorded by stubs in their place, so that no architecture has to be known by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from calib.evidence import Evidence
+from formats.skeleton import Skeleton
+from quant.errors import NonFiniteTensor
+
+Fetch = Callable[[str], Tensor]
+Progress = Callable[[int, int], None]
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _Stop(Exception):
+    """Ends the model's forward pass when the last block has been reached."""
+
+
+class _Stub(nn.Module):
+    """Stands in for one block: notes the arguments it is called with and hands the hidden states on."""
+
+    def __init__(self, block: nn.Module, calls: list[Call], hidden: list[Tensor], last: bool) -> None:
+        super().__init__()
+        # Past nn.Module's registration: the block's parameters must not appear twice in the model.
+        self.__dict__.update(_block=block, _calls=calls, _hidden=hidden, _last=last)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_block"], name)
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not self.__dict__["_calls"]:
+            self.__dict__["_hidden"].append(hidden)
+        self.__dict__["_calls"].append((args, kwargs))
+        if self.__dict__["_last"]:
+            raise _Stop
+        return hidden
+
+
+@dataclass(frozen=True, slots=True)
+class BlockInputs:
+    """Hidden states ``[batch, length, hidden]`` per batch of windows, and every block's other arguments by batch shape."""
+
+    hidden: tuple[Tensor, ...]
+    calls: Mapping[tuple[int, int], tuple[Call, ...]]
+
+    def sample(self, length: int) -> Tensor:
+        """The first positions of the first window: ``[1, length, hidden]``."""
+        return self.hidden[0][:1, :length]
+
+
+class BlockRunner:
+    """Runs the blocks of a skeleton one by one, with weights fetched from a checkpoint.
+
+    Args:
+        skeleton: the model without weights.
+        fetch: the stored tensor of a parameter name, any float type; it is used in float32.
+        device: where blocks run.
+    """
+
+    SAMPLE = 128
+
+    def __init__(self, skeleton: Skeleton, fetch: Fetch, device: str = "cpu") -> None:
+        self.skeleton = skeleton
+        self.fetch = fetch
+        self.device = device
+
+    def block(self, index: int) -> nn.Module:
+        return self.skeleton.blocks[index]
+
+    def block_parameters(self, index: int) -> tuple[str, ...]:
+        """Full names of the block's parameters."""
+        prefix = f"{self.skeleton.blocks_name}.{index}."
+        return tuple(name for name in self.skeleton.parameter_names() if name.startswith(prefix))
+
+    def load(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.skeleton.set(name, self.fetch(name).to(self.device, torch.float32))
+
+    @torch.no_grad()
+    def start(self, ids: Tensor, batch: int) -> BlockInputs:
+        """Embed the windows ``[n, length]`` and record every block's other arguments; the embedding is dropped afterwards."""
+        inner, head = self.skeleton.blocks_name + ".", self._head_prefix()
+        outer = [name for name in self.skeleton.parameter_names() if not name.startswith((inner, head))]
+        self.load(outer)
+        hidden: list[Tensor] = []
+        calls: dict[tuple[int, int], tuple[Call, ...]] = {}
+        for chunk in (*ids.split(batch), ids[:1, : self.SAMPLE]):
+            states, seen = self._record(chunk.to(self.device))
+            hidden.append(states)
+            calls[(chunk.shape[0], chunk.shape[1])] = seen
+        self.skeleton.clear(outer)
+        return BlockInputs(tuple(hidden[:-1]), calls)
+
+    def _head_prefix(self) -> str:
+        head = self.skeleton.model.get_output_embeddings()
+        names = [name for name, module in self.skeleton.model.named_modules() if module is head]
+        return f"{names[0]}." if names else "\0"
+
+    def _record(self, ids: Tensor) -> tuple[Tensor, tuple[Call, ...]]:
+        blocks = self.skeleton.blocks
+        originals = list(blocks)
+        calls: list[Call] = []
+        hidden: list[Tensor] = []
+        try:
+            for index, block in enumerate(originals):
+                blocks[index] = _Stub(block, calls, hidden, index == len(originals) - 1)
+            self.skeleton.model(input_ids=ids, use_cache=False)
+        except _Stop:
+            pass
+        finally:
+            for index, block in enumerate(originals):
+                blocks[index] = block
+        return hidden[0], tuple(calls)
+
+    @torch.no_grad()
+    def forward(self, index: int, hidden: Tensor, inputs: BlockInputs) -> Tensor:
+        """Output ``[batch, length, hidden]`` of block ``index``, whose weights must be loaded."""
+        args, kwargs = inputs.calls[(hidden.shape[0], hidden.shape[1])][index]
+        output = self.block(index)(hidden, *args, **kwargs)
+        states: Tensor = output[0] if isinstance(output, tuple) else output
+        return states
+
+    def advance(self, index: int, inputs: BlockInputs) -> BlockInputs:
+        """The hidden states after block ``index``. Raises NonFiniteTensor where they first stop being finite."""
+        after = tuple(self.forward(index, hidden, inputs) for hidden in inputs.hidden)
+        if not all(bool(torch.isfinite(states).all()) for states in after):
+            raise NonFiniteTensor(
+                f"hidden states after {self.skeleton.blocks_name}.{index} are not finite: nothing is calibrated on them; "
+                "check the source weights of this block"
+            )
+        return BlockInputs(after, inputs.calls)
+
+    def gather(self, index: int, modules: Sequence[str], inputs: BlockInputs) -> dict[str, Evidence]:
+        """Evidence on the inputs of the named modules (names inside the block) over all windows."""
+        found: dict[str, Evidence] = {}
+
+        def watch(name: str, value: Tensor) -> None:
+            seen = Evidence.of(value)
+            found[name] = found[name] + seen if name in found else seen
+
+        with watching_inputs(self.block(index), modules, watch):
+            for hidden in inputs.hidden:
+                self.forward(index, hidden, inputs)
+        return found
+
+
+@contextmanager
+def watching_inputs(block: nn.Module, modules: Iterable[str], watch: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Call ``watch(name, input)`` whenever one of the named modules inside ``block`` runs."""
+
+    def hook_for(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        return lambda module, args: watch(name, args[0])
+
+    handles = [block.get_submodule(name).register_forward_pre_hook(hook_for(name)) for name in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,57 @@
+"""Evidence: what calibration learned about the inputs of one matrix.
+
+Evidence adds: ``a + b`` is the evidence of both data sets, so that calibration can be split over windows, processes and devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Sums over calibration tokens (rows x of the input, ``[tokens, in]``).
+
+    Attributes:
+        tokens: number of rows.
+        abs_max: largest magnitude per channel, float32 ``[in]``.
+        abs_sum: sum of magnitudes per channel, float64 ``[in]``.
+        gram: X^T X, float32 ``[in, in]``.
+    """
+
+    tokens: int
+    abs_max: Tensor
+    abs_sum: Tensor
+    gram: Tensor
+
+    @classmethod
+    def of(cls, inputs: Tensor) -> Evidence:
+        """Evidence of one batch of inputs ``[..., in]``; every row counts once."""
+        rows = inputs.detach().reshape(-1, inputs.shape[-1]).float()
+        magnitude = rows.abs()
+        return cls(rows.shape[0], magnitude.amax(0), magnitude.sum(0, dtype=torch.float64), rows.T @ rows)
+
+    def __add__(self, other: Evidence) -> Evidence:
+        return Evidence(
+            self.tokens + other.tokens,
+            torch.maximum(self.abs_max, other.abs_max),
+            self.abs_sum + other.abs_sum,
+            self.gram + other.gram,
+        )
+
+    @property
+    def mean_abs(self) -> Tensor:
+        """Mean magnitude per channel, float32 ``[in]``."""
+        return (self.abs_sum / max(self.tokens, 1)).float()
+
+    def divided(self, factors: Tensor) -> Evidence:
+        """The evidence of the same rows with channel i divided by ``factors[i]``."""
+        return Evidence(
+            self.tokens,
+            self.abs_max / factors,
+            self.abs_sum / factors.double(),
+            self.gram / factors.unsqueeze(0) / factors.unsqueeze(1),
+        )

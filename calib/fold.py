@@ -1,0 +1,109 @@
+"""Folding: move input-channel factors from the matrices that read an input into what produces it, and prove that nothing changed.
+
+Weights are a plain dictionary of float32 tensors by parameter name (inside the block). Every fold is tried, the block is run on a
+sample, and a fold after which the float output differs by more than the tolerance is undone and noted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from calib.graph import FeedGroup, FromLinear, FromNorm
+from quant.quantizer import Note
+
+TOLERANCE = 1e-4
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """What a fold did: the factors that hold exactly, and the parameters that now have other values."""
+
+    factors: Tensor
+    changed: Weights
+
+
+def fold_candidates(weights: Mapping[str, Tensor], group: FeedGroup, factors: Tensor, dtypes: Mapping[str, torch.dtype]) -> list[Folded]:
+    """The ways in which ``factors`` ``[in]`` could move into the group's producer, most common first.
+
+    A normalisation may multiply by its weight or by one plus its weight. Kept parameters are rounded to the type they are stored in
+    and the factors recomputed from the rounded values, so that rounding costs no accuracy at all.
+    """
+    if isinstance(group.producer, FromNorm):
+        return [_into_norm(weights, group, group.producer, factors, dtypes, offset) for offset in (0.0, 1.0)]
+    if isinstance(group.producer, FromLinear):
+        return [_into_linear(weights, group, group.producer, factors, dtypes)]
+    return []
+
+
+def _into_norm(
+    weights: Mapping[str, Tensor], group: FeedGroup, producer: FromNorm, factors: Tensor, dtypes: Mapping[str, torch.dtype], offset: float
+) -> Folded:
+    name = f"{producer.module}.weight"
+    gain = weights[name] + offset
+    stored = (gain / factors - offset).to(dtypes[name]).float()
+    exact = torch.where((stored + offset != 0) & (gain != 0), gain / (stored + offset), torch.ones_like(gain))
+    stored = torch.where(exact == 1, weights[name], stored)
+    changed: Weights = {name: stored}
+    bias = f"{producer.module}.bias"
+    if bias in weights:
+        changed[bias] = (weights[bias] / exact).to(dtypes[bias]).float()
+    return Folded(exact, changed | _scaled_consumers(weights, group, exact))
+
+
+def _into_linear(
+    weights: Mapping[str, Tensor], group: FeedGroup, producer: FromLinear, factors: Tensor, dtypes: Mapping[str, torch.dtype]
+) -> Folded:
+    name = f"{producer.module}.weight"
+    mapped = producer.channel >= 0
+    divisor = torch.ones(weights[name].shape[0])
+    divisor[producer.channel[mapped]] = factors[mapped]
+    exact = torch.where(mapped, divisor[producer.channel.clamp_min(0)], torch.ones_like(factors))
+    changed: Weights = {name: weights[name] / divisor.unsqueeze(1)}
+    bias = f"{producer.module}.bias"
+    if bias in weights:
+        changed[bias] = (weights[bias] / divisor).to(dtypes[bias]).float()
+    return Folded(exact, changed | _scaled_consumers(weights, group, exact))
+
+
+def _scaled_consumers(weights: Mapping[str, Tensor], group: FeedGroup, factors: Tensor) -> Weights:
+    return {f"{name}.weight": weights[f"{name}.weight"] * factors for name in group.consumers}
+
+
+def fold_verified(
+    weights: Weights,
+    group: FeedGroup,
+    factors: Tensor,
+    dtypes: Mapping[str, torch.dtype],
+    apply: Callable[[Mapping[str, Tensor]], None],
+    output: Callable[[], Tensor],
+    place: str,
+) -> tuple[Tensor | None, list[Note]]:
+    """Fold ``factors`` into the producer of ``group`` if the block's float output stays what it was.
+
+    Args:
+        weights: the block's parameters; updated in place when the fold holds.
+        apply: puts parameters into the running block.
+        output: runs the block on the sample.
+        place: name for the note.
+
+    Returns:
+        The factors that were folded, or None when no way of folding holds (all is as before, and a note says so).
+    """
+    before = output()
+    size = float(before.double().norm())
+    worst = float("inf")
+    for candidate in fold_candidates(weights, group, factors, dtypes):
+        apply(candidate.changed)
+        difference = float((output() - before).double().norm()) / max(size, 1e-30)
+        if difference <= TOLERANCE:
+            weights.update(candidate.changed)
+            return candidate.factors, []
+        worst = min(worst, difference)
+        apply({name: weights[name] for name in candidate.changed})
+    text = f"{place}: folding the factors changes the block's float output by {worst:.1e} of its norm (allowed {TOLERANCE:.0e}); undone"
+    return None, [Note("fold-undone", text)]

@@ -1,0 +1,46 @@
+"""The methods of the command line: short compositions of a transform and a quantiser. No torch is imported here."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from quant.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A name of the command line.
+
+    Attributes:
+        transform: module of ``quant.transforms`` that rescales matrices first, or None.
+        quantizer: module of ``quant.quantizers`` that makes the codes.
+        summary: one line for help texts.
+    """
+
+    name: str
+    quantizer: str
+    transform: str | None
+    summary: str
+
+    @property
+    def needs_calibration(self) -> bool:
+        return self.transform is not None
+
+
+METHODS = {
+    method.name: method
+    for method in (
+        Method("rtn", "rtn", None, "round to nearest, no data needed"),
+        Method("awq", "rtn", "awq", "activation-aware scaling and clipping, then round to nearest (Lin et al. 2024)"),
+    )
+}
+
+
+def get_method(name: str) -> Method:
+    """The method of that name. Raises UsageError with the names there are."""
+    if name not in METHODS:
+        close = difflib.get_close_matches(name, METHODS, 1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise UsageError(f"no such method: {name!r} ({hint}there are: {', '.join(METHODS)})")
+    return METHODS[name]

@@ -1,0 +1,67 @@
+"""What a codec is, and the registry that finds them: one file in ``formats/codecs`` is one on-disk layout.
+
+Listing names and laying out shapes imports no torch, so that a plan with exact bytes comes before anything heavy.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from quant.errors import UsageError
+from quant.scheme import Scheme
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from quant.qtensor import QTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One stored tensor of a quantised matrix: ``suffix`` replaces ``weight`` in the name; dtype is a safetensors name."""
+
+    suffix: str
+    dtype: str
+    shape: tuple[int, ...]
+    role: str
+
+
+class Codec(Protocol):
+    """QTensor <-> named parts. ``layout`` is a pure function of (scheme, shape) and is what ``pack`` must produce."""
+
+    @property
+    def name(self) -> str: ...
+    def refusal(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:
+        """Why this layout cannot hold the scheme for that shape, or None."""
+        ...
+
+    def layout(self, scheme: Scheme, shape: tuple[int, int]) -> tuple[Part, ...]: ...
+    def pack(self, qtensor: QTensor) -> dict[str, Tensor]: ...
+    def unpack(self, parts: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> QTensor: ...
+    def config_group(self, scheme: Scheme, targets: list[str]) -> dict[str, Any]:
+        """The entry of the output configuration that tells an engine how these modules are stored."""
+        ...
+
+    def scheme_of_group(self, group: Mapping[str, Any], scale_dtype: str) -> Scheme:
+        """The inverse of ``config_group`` for a reader; ``scale_dtype`` is the safetensors dtype of the stored scales."""
+        ...
+
+
+def codec_names() -> tuple[str, ...]:
+    """Names of all codecs, as written in configurations."""
+    import formats.codecs as package
+
+    return tuple(sorted(module.name.replace("_", "-") for module in pkgutil.iter_modules(package.__path__)))
+
+
+def get_codec(name: str) -> Codec:
+    """The codec of that name. Raises UsageError with the names there are."""
+    if name not in codec_names():
+        raise UsageError(f"no such storage format: {name!r} (there are: {', '.join(codec_names())})")
+    found: Codec = importlib.import_module(f"formats.codecs.{name.replace('-', '_')}").CODEC
+    return found

@@ -1,0 +1,133 @@
+"""The ``pack-quantized`` layout of compressed-tensors: integer weights of 2 to 8 bits in 32-bit words.
+
+====================  =====  ==============================  =====================================================
+part                  dtype  shape                           content
+====================  =====  ==============================  =====================================================
+weight_packed         I32    [out, ceil(in*b/32)]            codes offset to unsigned, dense bit rows
+weight_scale          float  [out, G], [out, 1] or [1]       stored scales (group, channel, tensor)
+weight_shape          I64    [2]                             [out, in]
+weight_zero_point     I32    [ceil(out*b/32), G]             only with a zero point: packed along *out*
+weight_zero_point     I8     [1]                             the same for one scale per tensor: signed, not packed
+====================  =====  ==============================  =====================================================
+
+Symmetric codes q are stored as q + 2^(b-1). Our codes with a zero point are unsigned already; the reference reader calls
+them q + 2^(b-1) with q and z signed, which are the same bits. Which parts exist depends on the scheme, never on values.
+Source: compressed-tensors 0.20.1 (reader) and vLLM 0.32 (kernels); see the layout notes in the documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from formats.codec import Part
+from quant.errors import SchemeError
+from quant.scheme import Blocks, ScaleType, Scheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quant.qtensor import QTensor
+
+_SCALE_DTYPE = {"f16": "F16", "bf16": "BF16", "f32": "F32"}
+_SCALE_TYPE = {dtype: name for name, dtype in _SCALE_DTYPE.items()}
+
+
+def _words(columns: int, bits: int) -> int:
+    return -(-columns * bits // 32)
+
+
+class PackQuantized:
+    """Codec of ``pack-quantized``; stateless."""
+
+    name = "pack-quantized"
+
+    def refusal(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:
+        if scheme.zero == "fz":
+            return "a floating zero point is not stored by pack-quantized; use an integer zero point (zp)"
+        if isinstance(scheme.blocks, int) and shape[1] % scheme.blocks:
+            return f"its {shape[1]} input columns are no multiple of the group size {scheme.blocks}"
+        return None
+
+    def layout(self, scheme: Scheme, shape: tuple[int, int]) -> tuple[Part, ...]:
+        out, width = shape
+        grid: tuple[int, ...] = scheme.block_grid(shape)
+        tensor = scheme.blocks == "tensor"
+        parts = [
+            Part("weight_packed", "I32", (out, _words(width, scheme.bits)), "codes"),
+            Part("weight_scale", _SCALE_DTYPE[scheme.scale], (1,) if tensor else grid, "scales"),
+            Part("weight_shape", "I64", (2,), "shape"),
+        ]
+        if not scheme.symmetric:
+            zeros = ("I8", (1,)) if tensor else ("I32", (_words(out, scheme.bits), grid[1]))
+            parts.append(Part("weight_zero_point", zeros[0], zeros[1], "zeros"))
+        return tuple(parts)
+
+    def pack(self, qtensor: QTensor) -> dict[str, Tensor]:
+        import torch
+
+        from formats.bits import pack_rows
+
+        scheme, offset = qtensor.scheme, 2 ** (qtensor.scheme.bits - 1)
+        reason = self.refusal(scheme, qtensor.shape)
+        if reason:
+            raise SchemeError(f"{scheme} on a {list(qtensor.shape)} matrix: {reason}")
+        fields = qtensor.codes.to(torch.int16) + offset if scheme.symmetric else qtensor.codes
+        tensor = scheme.blocks == "tensor"
+        parts = {
+            "weight_packed": pack_rows(fields.to(torch.uint8), scheme.bits),
+            "weight_scale": qtensor.scales.reshape(1) if tensor else qtensor.scales.contiguous(),
+            "weight_shape": torch.tensor(qtensor.shape, dtype=torch.int64),
+        }
+        if qtensor.zeros is not None:
+            if tensor:
+                parts["weight_zero_point"] = (qtensor.zeros.to(torch.int16) - offset).to(torch.int8).reshape(1)
+            else:
+                parts["weight_zero_point"] = pack_rows(qtensor.zeros.T.contiguous(), scheme.bits).T.contiguous()
+        return parts
+
+    def unpack(self, parts: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> QTensor:
+        import torch
+
+        from formats.bits import unpack_rows
+        from quant.qtensor import QTensor
+
+        offset = 2 ** (scheme.bits - 1)
+        codes = unpack_rows(parts["weight_packed"], scheme.bits, shape[1])
+        if scheme.symmetric:
+            codes = (codes.to(torch.int16) - offset).to(torch.int8)
+        zeros: Tensor | None = None
+        if not scheme.symmetric:
+            stored = parts["weight_zero_point"]
+            if scheme.blocks == "tensor":
+                zeros = (stored.to(torch.int16) + offset).to(torch.uint8).reshape(1, 1)
+            else:
+                zeros = unpack_rows(stored.T.contiguous(), scheme.bits, shape[0]).T.contiguous()
+        return QTensor(scheme, codes, parts["weight_scale"].reshape(scheme.block_grid(shape)), zeros)
+
+    def config_group(self, scheme: Scheme, targets: list[str]) -> dict[str, Any]:
+        weights: dict[str, Any] = {"num_bits": scheme.bits, "type": "int", "symmetric": scheme.symmetric}
+        if isinstance(scheme.blocks, int):
+            weights |= {"strategy": "group", "group_size": scheme.blocks}
+        else:
+            weights |= {"strategy": scheme.blocks}
+        weights["dynamic"] = False
+        return {
+            "targets": targets,
+            "format": self.name,
+            "weights": weights,
+            "input_activations": None,
+            "output_activations": None,
+        }
+
+    def scheme_of_group(self, group: Mapping[str, Any], scale_dtype: str) -> Scheme:
+        weights = group["weights"]
+        strategy = weights["strategy"]
+        blocks = weights["group_size"] if strategy == "group" else strategy
+        if weights.get("type") != "int" or scale_dtype not in _SCALE_TYPE:
+            raise SchemeError(f"pack-quantized holds integer weights with float scales, not {weights.get('type')} with {scale_dtype}")
+        zero = "sym" if weights["symmetric"] else "zp"
+        return Scheme(weights["num_bits"], cast(Any, zero), cast(Blocks, blocks), cast(ScaleType, _SCALE_TYPE[scale_dtype]))
+
+
+CODEC = PackQuantized()

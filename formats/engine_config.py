@@ -1,0 +1,59 @@
+"""The ``quantization_config`` block of the output, derived from what is stored.
+
+One scheme: the group targets the class ``Linear`` and everything that is not quantised is listed in ``ignore``. Several schemes:
+engines disagree about the order of class and name matches, so every group then names its modules by anchored regular expressions,
+one per kind of module where that is unambiguous. ``format`` stands in every group as well as at the top.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from formats.codec import get_codec
+from formats.fates import Quantise, TensorPlan
+from quant.scheme import Scheme
+
+# The release whose layout is followed; informational, no reader checks it.
+LAYOUT_VERSION = "0.15.0"
+
+
+def quantization_config(plans: Sequence[TensorPlan], kept_linears: Sequence[str]) -> dict[str, Any]:
+    """The block for a plan; ``kept_linears`` are modules of class Linear (or tied heads) that stay in float."""
+    by_fate: dict[tuple[str, Scheme], list[str]] = defaultdict(list)
+    for plan in plans:
+        if isinstance(plan.fate, Quantise):
+            by_fate[(plan.fate.codec, plan.fate.scheme)].append(plan.module)
+    single = len(by_fate) == 1
+    groups = {}
+    for index, ((codec, scheme), modules) in enumerate(by_fate.items()):
+        others = [name for key, names in by_fate.items() if key != (codec, scheme) for name in names]
+        targets = ["Linear"] if single else _targets(modules, [*others, *kept_linears])
+        groups[f"group_{index}"] = get_codec(codec).config_group(scheme, targets)
+    formats = {codec for codec, _ in by_fate}
+    return {
+        "quant_method": "compressed-tensors",
+        "version": LAYOUT_VERSION,
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "ignore": list(kept_linears),
+        "kv_cache_scheme": None,
+        "config_groups": groups,
+    }
+
+
+def _targets(modules: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Anchored patterns that match all of ``modules`` and none of ``others``: by last name where possible, else one each."""
+    by_leaf: dict[str, list[str]] = defaultdict(list)
+    for module in modules:
+        by_leaf[module.rpartition(".")[2]].append(module)
+    foreign = {name.rpartition(".")[2] for name in others}
+    targets: list[str] = []
+    for leaf, members in by_leaf.items():
+        if leaf in foreign:
+            targets += [f"re:{re.escape(member)}$" for member in members]
+        else:
+            targets.append(f"re:.*\\.{re.escape(leaf)}$")
+    return targets

@@ -1,0 +1,136 @@
+"""Read an artefact back from its own files: quantised matrices, or a whole transformers model in float.
+
+What a module is stored as comes from ``quantization_config``, matched as an engine matches it, never from the manifest: this reader
+must see what an engine will see.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from formats.checkpoint import TORCH_DTYPES
+from formats.codec import get_codec
+from formats.folder import INDEX_NAME, SINGLE_NAME
+from formats.header import TensorInfo, read_header
+from formats.skeleton import Skeleton, model_config, quiet_transformers
+from quant.errors import CoverageError, SourceError
+from quant.qtensor import QTensor
+
+_PACKED = "weight_packed"
+
+
+class Artefact:
+    """The stored tensors of a folder, read by name; quantised matrices come back as QTensors.
+
+    Raises:
+        SourceError: no weights, or a stored matrix that no group of the configuration describes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        index = folder / INDEX_NAME
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else [SINGLE_NAME]
+        self.tensors: dict[str, TensorInfo] = {}
+        for file in files:
+            found, _, _ = read_header(folder / file, file)
+            self.tensors |= found
+
+    def tensor(self, name: str) -> Tensor:
+        """A stored tensor as an own copy."""
+        info = self.tensors[name]
+        with (self.folder / info.file).open("rb") as file:
+            file.seek(info.start)
+            data = bytearray(file.read(info.nbytes))
+        dtype: torch.dtype = getattr(torch, TORCH_DTYPES[info.dtype])
+        return torch.frombuffer(data, dtype=dtype).reshape(info.shape) if data else torch.empty(info.shape, dtype=dtype)
+
+    def modules(self) -> Iterator[str]:
+        """Names of the quantised modules."""
+        for name in self.tensors:
+            if name.endswith("." + _PACKED):
+                yield name.removesuffix("." + _PACKED)
+
+    def qtensor(self, module: str) -> QTensor:
+        """The quantised matrix of a module."""
+        group = self._group(module)
+        prefix = module + "."
+        parts = {name.removeprefix(prefix): name for name in self.tensors if name.startswith(prefix) and name != prefix + "bias"}
+        tensors = {suffix: self.tensor(name) for suffix, name in parts.items()}
+        shape = tensors["weight_shape"].tolist()
+        codec = get_codec(group["format"])
+        return codec.unpack(tensors, codec.scheme_of_group(group, self.tensors[parts["weight_scale"]].dtype), (shape[0], shape[1]))
+
+    def _group(self, module: str) -> Mapping[str, Any]:
+        groups: Mapping[str, Mapping[str, Any]] = self.config["quantization_config"]["config_groups"]
+        for named in (True, False):
+            for group in groups.values():
+                for target in group["targets"]:
+                    by_name = re.match(target[3:], module) is not None if target.startswith("re:") else target == module
+                    if by_name if named else target == "Linear":
+                        return group
+        raise SourceError(f"{self.folder}: {module} is stored packed, but no group of quantization_config targets it")
+
+    def float_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter under its float name, quantised ones dequantised to float32."""
+        packed = set(self.modules())
+        for module in packed:
+            yield f"{module}.weight", self.qtensor(module).dequantise()
+        for name in self.tensors:
+            module, _, leaf = name.rpartition(".")
+            if module not in packed or leaf == "bias":
+                yield name, self.tensor(name)
+
+
+def load_model(folder: Path, dtype: str = "float32", report: Callable[[int, int], None] | None = None) -> Any:
+    """The transformers model that the stored bytes mean, dequantised, in evaluation mode.
+
+    Args:
+        folder: an artefact of ours, or any float checkpoint.
+        dtype: floating type of all parameters, for example ``float32``.
+
+    Raises:
+        CoverageError: a parameter of the architecture that no stored tensor fills, or the other way round.
+    """
+    artefact = Artefact(folder)
+    wanted: torch.dtype = getattr(torch, dtype)
+    skeleton = Skeleton(folder)
+    names = set(skeleton.parameter_names())
+    stored = {name: tensor.to(wanted) for name, tensor in artefact.float_tensors()}
+    if not set(stored) <= names:
+        return _load_renamed(folder, stored, wanted)
+    for name, tensor in stored.items():
+        skeleton.set(name, tensor)
+    _tie(skeleton)
+    missing = skeleton.missing()
+    if missing:
+        raise CoverageError(f"{folder}: {len(missing)} parameters of the architecture are not stored, the first is {missing[0]}")
+    return skeleton.model.to(wanted)
+
+
+def _tie(skeleton: Skeleton) -> None:
+    head, embedding = skeleton.model.get_output_embeddings(), skeleton.model.get_input_embeddings()
+    if skeleton.model.config.tie_word_embeddings and head is not None and head.weight.is_meta:
+        head.weight = embedding.weight
+
+
+def _load_renamed(folder: Path, stored: dict[str, Tensor], dtype: torch.dtype) -> Any:
+    """For architectures whose stored names differ from those in memory (fused experts): transformers converts them itself."""
+    from transformers import AutoModelForCausalLM
+
+    config = model_config(folder)
+    with quiet_transformers():
+        model, found = AutoModelForCausalLM.from_pretrained(
+            None, config=config, state_dict=stored, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
+        )
+    wrong = [*found["missing_keys"], *found["unexpected_keys"], *(str(key) for key in found["mismatched_keys"])]
+    if wrong:
+        raise CoverageError(f"{folder}: stored tensors and architecture do not match: {', '.join(wrong[:8])}")
+    return model.eval()

@@ -1,0 +1,196 @@
+"""Everything that is checked before any work: source, recipe, fates, cards, output folder, text and windows.
+
+Problems of separate things are collected and told at once. No torch or transformers is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from calib.corpora import Corpus, load_corpus
+from calib.methods import Method
+from calib.tokenizer import TextTokenizer
+from calib.windows import Windows, calibration_windows, check_disjoint, evaluation_windows, tokenise
+from eval.capacity.cards import Card, load_cards
+from eval.capacity.implications import Assumptions
+from eval.capacity.model_shape import ModelShape
+from formats.checkpoint import Checkpoint
+from formats.fates import Quantise, Rule, TensorPlan, plan_fates
+from formats.output import check_output
+from formats.shards import ShardPlan, plan_shards
+from formats.sources import Source, resolve
+from quant.errors import BitledgerError, UsageError
+
+MANIFEST_ROOM_BYTES = 2_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The command line, parsed: one field per option."""
+
+    method: Method
+    model: str
+    rules: tuple[Rule, ...]
+    corpus: str
+    calibration_windows: int
+    evaluation_windows: int | Literal["all"]
+    window: int
+    evaluation_start: int
+    calibration_start: int | None
+    bos: Literal["auto", "none", "prefix"]
+    seed: int
+    cards: str
+    output: Path
+    device: str
+    batch: int
+    clip: bool
+    force: bool
+    shard_bytes: int
+    system_prompt: Path | None
+    assumptions: Assumptions
+    options: dict[str, str | int | float | bool | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request whose every input has been found and checked."""
+
+    request: Request
+    source: Source
+    checkpoint: Checkpoint
+    plans: tuple[TensorPlan, ...]
+    shards: tuple[ShardPlan, ...]
+    corpus: Corpus
+    tokenizer: TextTokenizer
+    evaluation: Windows
+    calibration: Windows | None
+    overlap: float | None
+    cards: tuple[Card, ...]
+    shape: ModelShape | None
+    system_prompt: str | None
+
+
+class Problems:
+    """Collects errors of separate checks; ``settle`` raises them as one."""
+
+    def __init__(self) -> None:
+        self.found: list[BitledgerError] = []
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        try:
+            yield
+        except BitledgerError as error:
+            self.found.append(error)
+
+    def settle(self) -> None:
+        """Raise what was found: a single error as it is, several as one UsageError with a line each."""
+        if len(self.found) == 1:
+            raise self.found[0]
+        if self.found:
+            lines = "\n".join(f"  - {error}" for error in self.found)
+            raise UsageError(f"{len(self.found)} problems, nothing was done:\n{lines}")
+
+
+def prepare(request: Request) -> Prepared:
+    """Find and check everything. Raises a BitledgerError with all problems that could be found."""
+    problems = Problems()
+    cards: list[Card] = []
+    prompt: str | None = None
+    with problems.collect():
+        cards = [] if request.cards == "none" else load_cards(request.cards)
+    with problems.collect():
+        prompt = _system_prompt(request.system_prompt)
+    with problems.collect():
+        check_output(request.output, None, 0, request.force)
+    corpus: Corpus | None = None
+    source: Source | None = None
+    with problems.collect():
+        source = resolve(request.model)
+    with problems.collect():
+        corpus = load_corpus(request.corpus)
+    checkpoint: Checkpoint | None = None
+    if source is not None:
+        with problems.collect():
+            checkpoint = Checkpoint.open(source.folder)
+    plans: tuple[TensorPlan, ...] = ()
+    shards: tuple[ShardPlan, ...] = ()
+    shape: ModelShape | None = None
+    if checkpoint is not None:
+        with problems.collect():
+            plans = plan_fates(checkpoint, request.rules)
+            shards = plan_shards([plan.stored for plan in plans], header_metadata(request.method.name, plans), request.shard_bytes)
+        with problems.collect():
+            check_output(request.output, checkpoint.folder, _needed_bytes(checkpoint, shards), request.force)
+        if cards:
+            with problems.collect():
+                shape = ModelShape.from_config(checkpoint.plain_config())
+    windows: tuple[TextTokenizer, Windows, Windows | None, float | None] | None = None
+    if checkpoint is not None and corpus is not None:
+        with problems.collect():
+            windows = _windows(request, checkpoint.folder, corpus)
+    problems.found = _without_repeats(problems.found)
+    problems.settle()
+    assert source is not None
+    assert checkpoint is not None
+    assert corpus is not None
+    assert windows is not None
+    tokenizer, evaluation, calibration, overlap = windows
+    return Prepared(
+        request, source, checkpoint, plans, shards, corpus, tokenizer, evaluation, calibration, overlap, tuple(cards), shape, prompt
+    )
+
+
+def _without_repeats(found: Sequence[BitledgerError]) -> list[BitledgerError]:
+    seen: dict[str, BitledgerError] = {}
+    for error in found:
+        seen.setdefault(str(error), error)
+    return list(seen.values())
+
+
+def _system_prompt(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the system prompt {path}: {error}") from None
+
+
+def _windows(request: Request, folder: Path, corpus: Corpus) -> tuple[TextTokenizer, Windows, Windows | None, float | None]:
+    tokenizer = TextTokenizer.from_folder(folder)
+    count = request.evaluation_windows
+    wanted = 0 if count == "all" else count
+    wanted += request.calibration_windows if request.method.needs_calibration else 0
+    tokens = tokenise(corpus, tokenizer, at_least=wanted * (request.window - 1))
+    evaluation = evaluation_windows(tokens, count=count, length=request.window, start=request.evaluation_start, bos=request.bos)
+    if not request.method.needs_calibration:
+        return tokenizer, evaluation, None, None
+    calibration = calibration_windows(
+        tokens, count=request.calibration_windows, length=request.window, start=request.calibration_start, evaluation=evaluation, bos=request.bos
+    )
+    return tokenizer, evaluation, calibration, check_disjoint(calibration, evaluation)
+
+
+def _needed_bytes(checkpoint: Checkpoint, shards: Sequence[ShardPlan]) -> int:
+    side = sum((checkpoint.folder / name).stat().st_size for name in checkpoint.side_files())
+    return sum(shard.nbytes for shard in shards) + side + MANIFEST_ROOM_BYTES
+
+
+def header_metadata(method: str, plans: Sequence[TensorPlan]) -> dict[str, str]:
+    """What every shard's header says of the whole artefact: schemes with their counts, and bytes by role. Strings only."""
+    schemes: dict[str, int] = {}
+    roles: dict[str, int] = {}
+    for plan in plans:
+        if isinstance(plan.fate, Quantise):
+            key = f"{plan.fate.scheme} {plan.fate.codec}"
+            schemes[key] = schemes.get(key, 0) + 1
+        for spec in plan.stored:
+            roles[spec.role] = roles.get(spec.role, 0) + spec.nbytes
+    found = {"format": "pt", "bitledger.method": method}
+    found["bitledger.schemes"] = "; ".join(f"{name} x {count}" for name, count in sorted(schemes.items()))
+    return found | {f"bitledger.{role}_bytes": str(count) for role, count in sorted(roles.items())}

@@ -1,0 +1,192 @@
+"""Quantise a model, write it packed, read it back, measure it, and bind everything in one manifest."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import typer
+
+from calib.methods import METHODS, get_method
+from eval.capacity.implications import Assumptions
+from formats.fates import Quantise, Rule
+from pipelines.cli import HELP_OPTIONS, run_app
+from pipelines.prepare import Request, prepare
+from pipelines.progress import Progress
+from pipelines.recipe import DEFAULT_BITS, DEFAULT_GROUP, load_recipe, parse_group_size
+from pipelines.summary import show_finished, show_plan
+from quant.errors import UsageError
+from quant.scheme import SCALE_BYTES, ScaleType, Scheme
+
+EMBEDDED = "smollm2-135m-instruct-q4_1"
+DEFAULT_SHARD_BYTES = 5_000_000_000
+
+app = typer.Typer(add_completion=False, context_settings=HELP_OPTIONS)
+
+_METHODS_HELP = "; ".join(f"{method.name}: {method.summary}" for method in METHODS.values())
+_CALIBRATION, _QUALITY, _FILES, _CARDS = "Text and calibration", "Scheme", "Output", "Cards"
+
+
+@app.command()
+def main(
+    context: typer.Context,
+    method: Annotated[str, typer.Argument(metavar="METHOD", help=f"How to quantise. {_METHODS_HELP}.")],
+    model: Annotated[str, typer.Option(help="A name of models.toml, a hub id (org/name or org/name@revision), or a folder.")] = EMBEDDED,
+    bits: Annotated[int, typer.Option(help="Bits per code, 2 to 8.", rich_help_panel=_QUALITY)] = DEFAULT_BITS,
+    group_size: Annotated[
+        str, typer.Option(metavar="N|channel|tensor", help="Weights that share a scale.", rich_help_panel=_QUALITY)
+    ] = str(DEFAULT_GROUP),
+    symmetric: Annotated[
+        bool, typer.Option("--symmetric/--zero-point", help="Signed grid around 0, or an integer zero point.", rich_help_panel=_QUALITY)
+    ] = True,
+    scale_dtype: Annotated[
+        str, typer.Option(metavar="|".join(SCALE_BYTES), help="Type in which scales are stored.", rich_help_panel=_QUALITY)
+    ] = "f16",
+    recipe: Annotated[
+        Path | None, typer.Option(help="TOML file with a scheme per pattern, instead of the four above.", rich_help_panel=_QUALITY)
+    ] = None,
+    clip: Annotated[bool, typer.Option("--clip/--no-clip", help="awq: also search how far to clip every block.", rich_help_panel=_QUALITY)] = True,
+    corpus: Annotated[
+        str, typer.Option(help="pydoc, wikitext2, or a .parquet, .jsonl or .txt file.", rich_help_panel=_CALIBRATION)
+    ] = "pydoc",
+    calibration_windows: Annotated[int, typer.Option(help="Windows to calibrate on.", rich_help_panel=_CALIBRATION)] = 32,
+    evaluation_windows: Annotated[
+        str, typer.Option(metavar="N|all", help="Windows to measure on.", rich_help_panel=_CALIBRATION)
+    ] = "8",
+    window: Annotated[int, typer.Option(help="Tokens per window.", rich_help_panel=_CALIBRATION)] = 512,
+    evaluation_start: Annotated[int, typer.Option(help="First token of the evaluation windows.", rich_help_panel=_CALIBRATION)] = 0,
+    calibration_start: Annotated[
+        int | None, typer.Option(help="First token of the calibration windows; 200,000 or as far behind as the text reaches.", rich_help_panel=_CALIBRATION, show_default=False)
+    ] = None,
+    bos: Annotated[
+        str, typer.Option(metavar="auto|none|prefix", help="Start token before every window; auto: as the tokenizer does.", rich_help_panel=_CALIBRATION)
+    ] = "auto",
+    seed: Annotated[int, typer.Option(help="Seed of the intervals' resampling.", rich_help_panel=_CALIBRATION)] = 0,
+    cards: Annotated[str, typer.Option(help="all, none, names with commas, or a TOML file of one's own.", rich_help_panel=_CARDS)] = "all",
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens in of a planned request.", rich_help_panel=_CARDS)] = 4000,
+    output_tokens: Annotated[int, typer.Option(help="Tokens out of a planned request.", rich_help_panel=_CARDS)] = 2000,
+    price_per_hour: Annotated[
+        float | None, typer.Option(help="Price of a card-hour in USD, instead of the cards' own.", rich_help_panel=_CARDS, show_default=False)
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder to write; artifacts/MODEL-METHOD-SCHEME by default.", rich_help_panel=_FILES, show_default=False)
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", "--yes", "-y", help="Replace an earlier artefact in that folder.", rich_help_panel=_FILES)] = False,
+    system_prompt: Annotated[
+        Path | None, typer.Option(help="Text file to be recorded as the deployment's system prompt.", rich_help_panel=_FILES)
+    ] = None,
+    shard_bytes: Annotated[int, typer.Option(help="Largest size of one weight file.", rich_help_panel=_FILES)] = DEFAULT_SHARD_BYTES,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    batch: Annotated[int, typer.Option(help="Windows per forward pass.")] = 4,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print fates, exact bytes and problems, and stop.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan or the manifest as JSON.")] = False,
+) -> None:
+    """Quantise MODEL with METHOD into a packed, hashed and measured artefact."""
+    chosen = get_method(method)
+    rules = _rules(context, method, bits, group_size, symmetric, scale_dtype, recipe)
+    checked = {"--calibration-windows": calibration_windows, "--window": window - 1, "--batch": batch, "--shard-bytes": shard_bytes}
+    for name, number in checked.items():
+        if number < 1:
+            raise UsageError(f"{name} is too small: {number + (name == '--window')}")
+    given: dict[str, Any] = {name: value for name, value in context.params.items() if name not in _NOT_RECORDED}
+    today = datetime.datetime.now(datetime.UTC).date()
+    request = Request(
+        method=chosen,
+        model=model,
+        rules=rules,
+        corpus=corpus,
+        calibration_windows=calibration_windows,
+        evaluation_windows=_window_count(evaluation_windows),
+        window=window,
+        evaluation_start=evaluation_start,
+        calibration_start=calibration_start,
+        bos=_choice("--bos", bos, ("auto", "none", "prefix")),
+        seed=seed,
+        cards=cards,
+        output=output or _default_output(model, method, rules),
+        device=_device(device),
+        batch=batch,
+        clip=clip,
+        force=force,
+        shard_bytes=shard_bytes,
+        system_prompt=system_prompt,
+        assumptions=Assumptions(
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            price_per_hour=price_per_hour,
+            price_date=today if price_per_hour is not None else None,
+        ),
+        options={name: str(value) if isinstance(value, Path) else value for name, value in given.items()},
+    )
+    prepared = prepare(request)
+    if dry_run:
+        show_plan(prepared, as_json)
+        return
+    from pipelines.job import Job  # heavy imports come after every check
+
+    finished = Job(prepared, Progress()).execute()
+    if as_json:
+        print(json.dumps(finished.manifest.model_dump(mode="json"), ensure_ascii=False))
+    else:
+        show_finished(prepared, finished.manifest, finished.sha256)
+
+
+_NOT_RECORDED = frozenset({"output", "force", "dry_run", "as_json", "method"})
+
+
+def _rules(
+    context: typer.Context, method: str, bits: int, group_size: str, symmetric: bool, scale_dtype: str, recipe: Path | None
+) -> tuple[Rule, ...]:
+    """One rule for everything from the options, or those of the recipe; both at once would contradict each other."""
+    if recipe is None:
+        scales = cast(ScaleType, _choice("--scale-dtype", scale_dtype, tuple(SCALE_BYTES)))
+        scheme = Scheme(bits, "sym" if symmetric else "zp", parse_group_size(group_size), scales)
+        return (Rule("*", Quantise(scheme)),)
+    from click.core import ParameterSource
+
+    names = ("bits", "group_size", "symmetric", "scale_dtype")
+    given = [name for name in names if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
+    if given:
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise UsageError(f"{flags} cannot go with --recipe, which says the same per pattern: put it into {recipe}")
+    return load_recipe(recipe, method)
+
+
+def _window_count(text: str) -> int | Literal["all"]:
+    if text == "all":
+        return "all"
+    if not text.isdigit() or int(text) < 1:
+        raise UsageError(f"--evaluation-windows is a number above 0 or 'all', not {text!r}")
+    return int(text)
+
+
+def _choice(option: str, value: str, known: tuple[str, ...]) -> Any:
+    if value not in known:
+        raise UsageError(f"{option} is one of {', '.join(known)}; got {value!r}")
+    return value
+
+
+def _device(text: str) -> str:
+    import re
+
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+        raise UsageError(f"--device is cpu, cuda or cuda:N; got {text!r}")
+    if text != "cpu":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UsageError(f"--device {text}: torch sees no CUDA device here; use --device cpu")
+    return text
+
+
+def _default_output(model: str, method: str, rules: tuple[Rule, ...]) -> Path:
+    stem = Path(model.partition("@")[0].rstrip("/")).name or "model"
+    fate = rules[0].fate
+    what = str(fate.scheme) if len(rules) == 1 and isinstance(fate, Quantise) else "recipe"
+    return Path("artifacts") / f"{stem}-{method}-{what}"
+
+
+if __name__ == "__main__":
+    run_app(app)

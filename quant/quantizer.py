@@ -1,0 +1,82 @@
+"""What a quantiser is, and the registry that finds them.
+
+A quantiser is a pure function of (matrix, Scheme, Evidence); it knows no tensor names, devices or files. One file in
+``quant/quantizers`` is one algorithm: the registry imports ``quant.quantizers.<name>`` and takes its ``QUANTIZER``.
+Listing the names imports nothing, so that the command line can check a method before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import pkgutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from quant.errors import UsageError
+from quant.scheme import Scheme
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quant.qtensor import QTensor
+
+
+class Need(enum.Enum):
+    """A statistic of a matrix's inputs that calibration can gather."""
+
+    GRAM = "gram"
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something that did not go the plain way: it reaches the manifest and the summary."""
+
+    kind: str
+    text: str
+
+
+class InputStatistics(Protocol):
+    """What a quantiser may read of calibration; ``calib.evidence.Evidence`` is the real thing.
+
+    ``tokens`` counts the rows seen; ``gram`` is X^T X, float32 ``[in, in]``; ``mean_abs`` is the mean magnitude ``[in]``.
+    """
+
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def gram(self) -> Tensor: ...
+    @property
+    def mean_abs(self) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A quantised matrix and what is to be noted about it."""
+
+    qtensor: QTensor
+    notes: tuple[Note, ...] = ()
+
+
+class Quantizer(Protocol):
+    """``(matrix [out, in], scheme, evidence or None) -> Outcome``; ``needs`` says which statistics it reads."""
+
+    @property
+    def needs(self) -> frozenset[Need]: ...
+    def __call__(self, matrix: Tensor, scheme: Scheme, evidence: InputStatistics | None) -> Outcome: ...
+
+
+def quantizer_names() -> tuple[str, ...]:
+    """Names of all quantisers, from the file names alone."""
+    import quant.quantizers as package
+
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(package.__path__)))
+
+
+def get_quantizer(name: str) -> Quantizer:
+    """The quantiser of that name. Raises UsageError with the names there are."""
+    if name not in quantizer_names():
+        raise UsageError(f"no such quantiser: {name!r} (there are: {', '.join(quantizer_names())})")
+    module = importlib.import_module(f"quant.quantizers.{name}")
+    found: Quantizer = module.QUANTIZER
+    return found

@@ -1,0 +1,152 @@
+"""Activation-aware scaling and clipping (Lin et al. 2024, AWQ), searched on Gram matrices.
+
+Scaling a matrix's input channels up by ``s`` and the producer of that input down by ``s`` changes nothing in exact arithmetic
+but spends the grid on the channels that matter. With G = X^T X over the calibration tokens, the squared output error of a weight
+change D is tr(D G D^T): the search costs the same however many tokens were seen.
+
+Everything here is a function of tensors. Who feeds whom, and the folding itself, are the business of ``calib``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quant.qtensor import to_blocks
+from quant.quantizers.rtn import round_to_nearest
+from quant.scales import block_range, encode, scales_from_range
+from quant.scheme import Scheme
+
+RATIOS = 20
+CLIP_STEPS = tuple(1 - 0.05 * step for step in range(11))
+
+
+@dataclass(frozen=True, slots=True)
+class Consumer:
+    """A matrix ``[out, in]`` (float32) that reads the shared input, and the scheme it will be stored in."""
+
+    matrix: Tensor
+    scheme: Scheme
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleChoice:
+    """Factors ``[in]`` for the input channels, the exponent that won, and the output error relative to no scaling."""
+
+    factors: Tensor
+    ratio: float
+    relative_error: float
+
+
+def output_error(change: Tensor, gram: Tensor) -> float:
+    """tr(D G D^T): the squared error of the output, summed over the tokens that made the Gram matrix."""
+    return float(((change @ gram) * change).sum())
+
+
+def search_factors(
+    consumers: Sequence[Consumer], gram: Tensor, share: Tensor | None = None, free: Tensor | None = None, ratios: int = RATIOS
+) -> ScaleChoice:
+    """Find the input-channel factors that minimise the summed output error of all consumers after rounding.
+
+    Args:
+        consumers: matrices that read the same input, with their schemes.
+        gram: X^T X of that input, float32 ``[in, in]``.
+        share: optional int64 ``[in]``: channels with equal entries must get equal factors (grouped queries share a value channel).
+        free: optional bool ``[in]``: channels that may be scaled at all; the others keep factor 1.
+        ratios: number of exponents tried between 0 (no scaling) and 1, for each of two shapes of the factor.
+
+    Returns:
+        The best factors; all 1 when nothing beats plain rounding. Always finite and above zero: a channel without
+        activations or without weights keeps factor 1.
+    """
+    activation = torch.diagonal(gram).clamp_min(0).sqrt()
+    weight = torch.stack([c.matrix.abs().amax(0) for c in consumers]).amax(0)
+    alive = (activation > 0) & (weight > 0) & torch.isfinite(activation)
+    if free is not None:
+        alive &= free
+    if share is not None:
+        activation, weight, alive = (_pool(value, share) for value in (activation, weight, alive.float()))
+        alive = alive > 1 - 1e-6
+    best = ScaleChoice(torch.ones_like(activation), 0.0, 1.0)
+    if not bool(alive.any()):
+        return best
+    plain = _rounding_error(consumers, gram, best.factors)
+    if plain <= 0:
+        return best
+    lowest = plain
+    for step in range(1, ratios + 1):
+        ratio = step / ratios
+        for balance in (0.0, 1.0 - ratio):
+            factors = _factors(activation, weight, alive, ratio, balance)
+            error = _rounding_error(consumers, gram, factors)
+            if error < lowest:
+                lowest = error
+                best = ScaleChoice(factors, ratio, error / plain)
+            if ratio == 1.0:
+                break
+    return best
+
+
+def search_clipping(matrix: Tensor, scheme: Scheme, gram: Tensor, steps: Sequence[float] = CLIP_STEPS) -> Tensor:
+    """Factors ``scheme.block_grid`` in (0, 1] for each block's range that minimise the block's own share of the output error.
+
+    The share of one block is d G_bb d^T with the Gram matrix restricted to the block's input channels: cross terms between
+    blocks are left out, as in the published method.
+    """
+    low, high = block_range(matrix, scheme)
+    best = torch.ones_like(high)
+    if scheme.blocks == "tensor":
+        return best
+    lowest: Tensor | None = None
+    grams = _block_grams(gram, scheme)
+    original = to_blocks(matrix, scheme)
+    for factor in steps:
+        scales, zeros = scales_from_range(low * factor, high * factor, scheme)
+        codes = encode(matrix, scheme, scales, zeros)
+        if zeros is not None:
+            codes -= zeros.float().unsqueeze(-1)
+        change = codes.mul_(scales.float().unsqueeze(-1)).sub_(original)
+        error = torch.einsum("rbi,bij,rbj->rb", change, grams, change) if grams.shape[0] > 1 else ((change[:, 0] @ grams[0]) * change[:, 0]).sum(-1, keepdim=True)
+        if lowest is None:
+            lowest = error
+            continue
+        better = error < lowest
+        best = torch.where(better, torch.full_like(best, factor), best)
+        lowest = torch.where(better, error, lowest)
+    return best
+
+
+def _block_grams(gram: Tensor, scheme: Scheme) -> Tensor:
+    """Diagonal blocks ``[columns, size, size]`` of the Gram matrix; a short last group is padded with zeros."""
+    width = gram.shape[0]
+    size = width if scheme.blocks == "channel" else int(scheme.blocks)
+    padded = torch.nn.functional.pad(gram, (0, -width % size, 0, -width % size))
+    count = padded.shape[0] // size
+    return torch.stack([padded[i * size : (i + 1) * size, i * size : (i + 1) * size] for i in range(count)])
+
+
+def _factors(activation: Tensor, weight: Tensor, alive: Tensor, ratio: float, balance: float) -> Tensor:
+    """activation^ratio / weight^balance on live channels, centred so that the largest times the smallest is 1; 1 elsewhere."""
+    raw = activation.clamp_min(1e-30).log() * ratio - weight.clamp_min(1e-30).log() * balance
+    live = raw[alive]
+    raw = (raw - (live.max() + live.min()) / 2).clamp(-16, 16)
+    return torch.where(alive, raw.exp(), torch.ones_like(raw))
+
+
+def _rounding_error(consumers: Sequence[Consumer], gram: Tensor, factors: Tensor) -> float:
+    total = 0.0
+    for consumer in consumers:
+        rounded = round_to_nearest(consumer.matrix * factors, consumer.scheme).dequantise()
+        total += output_error(rounded / factors - consumer.matrix, gram)
+    return total
+
+
+def _pool(values: Tensor, share: Tensor) -> Tensor:
+    """Mean of ``values`` over channels with equal ``share``, spread back over them."""
+    count = int(share.max()) + 1
+    total = torch.zeros(count, dtype=values.dtype).index_add_(0, share, values)
+    number = torch.zeros(count, dtype=values.dtype).index_add_(0, share, torch.ones_like(values))
+    return (total / number.clamp_min(1))[share]

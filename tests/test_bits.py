@@ -1,0 +1,34 @@
+"""Dense bit rows against an independent one-bit-at-a-time oracle, exhaustively over widths and row lengths."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from formats.bits import pack_rows, unpack_rows, words
+
+
+def oracle(row: list[int], bits: int) -> list[int]:
+    """Lay the fields into one big integer, low bits first, and cut it into signed 32-bit words."""
+    number = sum(value << (index * bits) for index, value in enumerate(row))
+    count = -(-len(row) * bits // 32)
+    unsigned = [(number >> (32 * word)) & 0xFFFFFFFF for word in range(count)]
+    return [word - 2**32 if word >= 2**31 else word for word in unsigned]
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("columns", [1, 2, 7, 8, 31, 32, 33, 64, 96, 100])
+def test_packing_equals_the_oracle_and_comes_back(bits: int, columns: int) -> None:
+    generator = torch.Generator().manual_seed(bits * 1000 + columns)
+    fields = torch.randint(0, 2**bits, (3, columns), dtype=torch.uint8, generator=generator)
+    packed = pack_rows(fields, bits)
+    assert packed.shape == (3, words(columns, bits))
+    assert packed.tolist() == [oracle(row, bits) for row in fields.tolist()]
+    assert torch.equal(unpack_rows(packed, bits, columns), fields)
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_every_code_at_every_place_of_a_word_cycle(bits: int) -> None:
+    codes = torch.arange(2**bits, dtype=torch.uint8)
+    fields = torch.stack([codes.roll(shift) for shift in range(32)])
+    assert torch.equal(unpack_rows(pack_rows(fields, bits), bits, fields.shape[1]), fields)
