@@ -55,12 +55,19 @@ class AwqBlock:
 
     @torch.no_grad()
     def scale(
-        self, index: int, inputs: BlockInputs, groups: Sequence[FeedGroup], schemes: Mapping[str, Scheme], dtypes: Mapping[str, torch.dtype]
+        self,
+        index: int,
+        inputs: BlockInputs,
+        groups: Sequence[FeedGroup],
+        schemes: Mapping[str, Scheme],
+        dtypes: Mapping[str, torch.dtype],
     ) -> ScaledBlock:
         """Scale block ``index``, whose parameters are loaded; on return the runner holds the folded float parameters."""
         runner, place = self.runner, f"{self.runner.skeleton.blocks_name}.{index}"
         prefix = f"{place}."
-        block = ScaledBlock({name.removeprefix(prefix): runner.skeleton.get(name).data for name in runner.block_parameters(index)})
+        block = ScaledBlock(
+            {name.removeprefix(prefix): runner.skeleton.get(name).data for name in runner.block_parameters(index)}
+        )
         wanted = [group for group in groups if any(f"{name}.weight" in schemes for name in group.consumers)]
         evidence = runner.gather(index, [group.consumers[0] for group in wanted], inputs)
         sample = inputs.sample(runner.SAMPLE)
@@ -76,7 +83,13 @@ class AwqBlock:
             if factors is None:
                 continue
             exact, notes = fold_verified(
-                block.weights, group, factors, dtypes, apply, lambda: runner.forward(index, sample, inputs), f"{place}.{group.consumers[0]}"
+                block.weights,
+                group,
+                factors,
+                dtypes,
+                apply,
+                lambda: runner.forward(index, sample, inputs),
+                f"{place}.{group.consumers[0]}",
             )
             block.notes += notes
             if exact is not None:
@@ -87,7 +100,9 @@ class AwqBlock:
                 self._clip(block, group, evidence[group.consumers[0]], schemes)
         return block
 
-    def _factors(self, block: ScaledBlock, group: FeedGroup, found: Evidence, schemes: Mapping[str, Scheme], place: str) -> Tensor | None:
+    def _factors(
+        self, block: ScaledBlock, group: FeedGroup, found: Evidence, schemes: Mapping[str, Scheme], place: str
+    ) -> Tensor | None:
         """Factors worth folding, or None; every reason but 'plain rounding is best' is noted."""
         name = group.consumers[0]
         if group.producer is None:

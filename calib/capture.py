@@ -95,7 +95,7 @@ class BlockRunner:
         self.load(outer)
         hidden: list[Tensor] = []
         calls: dict[tuple[int, int], tuple[Call, ...]] = {}
-        for chunk in (*ids.split(batch), ids[:1, : self.SAMPLE]):
+        for chunk in (*torch.split(ids, batch), ids[:1, : self.SAMPLE]):
             states, seen = self._record(chunk.to(self.device))
             hidden.append(states)
             calls[(chunk.shape[0], chunk.shape[1])] = seen

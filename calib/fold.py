@@ -27,7 +27,9 @@ class Folded:
     changed: Weights
 
 
-def fold_candidates(weights: Mapping[str, Tensor], group: FeedGroup, factors: Tensor, dtypes: Mapping[str, torch.dtype]) -> list[Folded]:
+def fold_candidates(
+    weights: Mapping[str, Tensor], group: FeedGroup, factors: Tensor, dtypes: Mapping[str, torch.dtype]
+) -> list[Folded]:
     """The ways in which ``factors`` ``[in]`` could move into the group's producer, most common first.
 
     A normalisation may multiply by its weight or by one plus its weight. Kept parameters are rounded to the type they are stored in
@@ -41,7 +43,12 @@ def fold_candidates(weights: Mapping[str, Tensor], group: FeedGroup, factors: Te
 
 
 def _into_norm(
-    weights: Mapping[str, Tensor], group: FeedGroup, producer: FromNorm, factors: Tensor, dtypes: Mapping[str, torch.dtype], offset: float
+    weights: Mapping[str, Tensor],
+    group: FeedGroup,
+    producer: FromNorm,
+    factors: Tensor,
+    dtypes: Mapping[str, torch.dtype],
+    offset: float,
 ) -> Folded:
     name = f"{producer.module}.weight"
     gain = weights[name] + offset

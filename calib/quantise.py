@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from calib.graph import FeedGroup, trace_groups
 from formats.checkpoint import TORCH_DTYPES, Checkpoint
 from formats.codec import get_codec
 from formats.fates import Alias, Keep, Quantise, TensorPlan
-from formats.records import PartRecord, TensorRecord, stored_bits_per_weight
+from formats.records import PartRecord, Role, TensorRecord, stored_bits_per_weight
 from formats.skeleton import Skeleton
 from formats.writer import ShardedWriter
 from quant.errors import SchemeError, SourceError
@@ -27,6 +28,7 @@ from quant.quantizers.rtn import round_to_nearest
 from quant.scheme import Scheme
 
 Report = Callable[[int, int], None]
+FateName = Literal["quantised", "kept", "folded", "alias"]
 
 
 @dataclass
@@ -65,10 +67,17 @@ class TensorSink:
     def alias(self, plan: TensorPlan) -> None:
         self._add(plan, "alias", reason="tied: the same bytes are stored once")
 
-    def _add(self, plan: TensorPlan, fate: str, reason: str = "", relative_error: float | None = None, notes: Sequence[str] = ()) -> None:
+    def _add(
+        self, plan: TensorPlan, fate: FateName, reason: str = "", relative_error: float | None = None, notes: Sequence[str] = ()
+    ) -> None:
         parts = [
             PartRecord(
-                name=spec.name, file=self._file_of[spec.name], dtype=spec.dtype, shape=list(spec.shape), nbytes=spec.nbytes, role=spec.role
+                name=spec.name,
+                file=self._file_of[spec.name],
+                dtype=spec.dtype,
+                shape=list(spec.shape),
+                nbytes=spec.nbytes,
+                role=cast(Role, spec.role),
             )
             for spec in plan.stored
         ]
@@ -94,7 +103,9 @@ class TensorSink:
 
 
 @torch.no_grad()
-def quantise_without_data(checkpoint: Checkpoint, plans: Sequence[TensorPlan], writer: ShardedWriter, report: Report) -> Quantised:
+def quantise_without_data(
+    checkpoint: Checkpoint, plans: Sequence[TensorPlan], writer: ShardedWriter, report: Report
+) -> Quantised:
     """Stream every tensor through its fate; one tensor is in memory at a time."""
     result = Quantised()
     sink = TensorSink(writer, result)
@@ -152,7 +163,9 @@ def check_architecture(skeleton: Skeleton, plans: Sequence[TensorPlan]) -> None:
     tied = bool(skeleton.model.config.tie_word_embeddings)
     absent = [name for name in missing if not (tied and head is not None and skeleton.get(name) is head.weight)]
     if absent:
-        raise SourceError(f"the checkpoint lacks {len(absent)} parameters of {type(skeleton.model).__name__}, the first is {absent[0]}")
+        raise SourceError(
+            f"the checkpoint lacks {len(absent)} parameters of {type(skeleton.model).__name__}, the first is {absent[0]}"
+        )
 
 
 class BlockwiseDriver:
@@ -165,7 +178,14 @@ class BlockwiseDriver:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, plans: Sequence[TensorPlan], writer: ShardedWriter, skeleton: Skeleton, *, device: str, clip: bool
+        self,
+        checkpoint: Checkpoint,
+        plans: Sequence[TensorPlan],
+        writer: ShardedWriter,
+        skeleton: Skeleton,
+        *,
+        device: str,
+        clip: bool,
     ) -> None:
         self.checkpoint = checkpoint
         self.plans = plans
@@ -224,7 +244,10 @@ class BlockwiseDriver:
     def _graph(self, index: int, inputs: BlockInputs) -> tuple[FeedGroup, ...]:
         """Who feeds whom, traced once for every kind of block (blocks with the same parameters are of one kind)."""
         prefix = f"{self.runner.skeleton.blocks_name}.{index}."
-        kind = tuple((name.removeprefix(prefix), *map(str, self.runner.skeleton.get(name).shape)) for name in self.runner.block_parameters(index))
+        kind = tuple(
+            (name.removeprefix(prefix), *map(str, self.runner.skeleton.get(name).shape))
+            for name in self.runner.block_parameters(index)
+        )
         if kind not in self._groups:
             sample = inputs.sample(self.runner.SAMPLE)
             self._groups[kind] = trace_groups(self.runner.block(index), lambda: self.runner.forward(index, sample, inputs))

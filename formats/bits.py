@@ -53,5 +53,7 @@ def unpack_rows(packed: Tensor, bits: int, columns: int) -> Tensor:
         wide = np.zeros((rows, full // bits, 8), dtype=np.uint8)
         wide[:, :, :bits] = padded.reshape(rows, -1, bits)
         value = wide.view("<u8")[:, :, 0]
-        fields = np.stack([((value >> np.uint64(i * bits)) & np.uint64(mask)).astype(np.uint8) for i in range(8)], axis=-1).reshape(rows, -1)
+        fields = np.stack(
+            [((value >> np.uint64(i * bits)) & np.uint64(mask)).astype(np.uint8) for i in range(8)], axis=-1
+        ).reshape(rows, -1)
     return torch.from_numpy(np.ascontiguousarray(fields[:, :columns]))

@@ -122,9 +122,11 @@ def _is_complete(folder: Path) -> bool:
         return False
 
 
-def fetch_snapshot(repo: str, listing: Listing, report: Report | None = None) -> Path:
+def fetch_snapshot(repo: str, revision: str | None, listing: Listing, report: Report | None = None) -> Path:
     """Download the checkpoint files of ``repo`` at ``listing.commit`` into the hub's cache and return their folder.
 
+    The client is given the name that was asked for, so that its cache remembers where the branch stood and the same name works
+    under HF_HUB_OFFLINE; should the branch have moved on since the listing, the listed commit is what is used.
     Raises Unreachable when the hub stops answering, SourceError for what it refuses and for a full disk.
     """
     from huggingface_hub import snapshot_download
@@ -134,7 +136,10 @@ def fetch_snapshot(repo: str, listing: Listing, report: Report | None = None) ->
         size = sum(listing.files[name] or 0 for name in names)
         report(f"Fetching {len(names)} files, {size / 1e9:.2f} GB, of {repo} at {listing.commit} from {endpoint()}")
     try:
-        return Path(snapshot_download(repo, revision=listing.commit, allow_patterns=names))
+        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=names))
+        if folder.name != listing.commit:
+            folder = Path(snapshot_download(repo, revision=listing.commit, allow_patterns=names))
+        return folder
     except Exception as error:  # noqa: BLE001 - the client, its transports and the disk raise unrelated types
         _translate(error, repo, listing.commit)
 
@@ -194,9 +199,9 @@ def _translate(error: Exception, repo: str, revision: str | None) -> NoReturn:
     if isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code
         if status == 429 or status >= 500:
-            raise Unreachable(f"{endpoint()} answered {status} for {at}") from error
+            raise Unreachable(f"{endpoint()} answered {status}") from error
         raise SourceError(f"{endpoint()} refused {at} with status {status}: check the name and HF_TOKEN") from error
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
         raise SourceError(f"the hub's cache cannot take {at} ({error.strerror}): set HF_HOME to a folder with space") from error
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    raise Unreachable(f"{endpoint()} gave no answer for {at} ({reason})") from error
+    raise Unreachable(f"{endpoint()} gave no answer ({reason})") from error

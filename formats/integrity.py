@@ -5,7 +5,8 @@ manifest   readable, of a known format
 files      every listed file is there, with its size
 unlisted   there is no other file (hidden names apart: no loader reads them)
 hashes     SHA-256 of every file
-headers    every tensor in the weight files is a recorded part, with its type, shape and bytes, and the other way round; the index
+headers    every tensor in the weight files is a recorded part, with its type, shape and bytes, and the other way round; what
+           the headers say of method and bytes; the index
 ledger     every tensor has one fate; sums per file, totals, bits per weight; measurements were made on these files
 config     the quantization block of config.json says what was stored, and ignores what was not quantised
 codecs     the recorded parts are what the codec lays out; one matrix per codec and scheme unpacks and packs to the same bytes
@@ -18,47 +19,27 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from formats.atomic import hash_file
-from formats.codec import get_codec
+from formats.broken import Broken, named
 from formats.config_block import check_config
 from formats.folder import INDEX_NAME, allowed_roots, inside
 from formats.header import TensorInfo, read_header
 from formats.manifest import NAME, Manifest
-from formats.records import PartRecord, TensorRecord
-from quant.errors import BitledgerError, VerifyError
-from quant.scheme import Scheme
+from formats.records import PartRecord
+from formats.round_trip import check_codecs
+from quant.errors import VerifyError
 
-if TYPE_CHECKING:
-    import torch
+__all__ = ["Broken", "verify_folder"]
 
 MAX_JSON_BYTES = 200_000_000
 
 Report = Callable[[str, str], None]
 Progress = Callable[[int, int], None]
-
-
-class Broken(VerifyError):
-    """The first thing that does not hold: which check, in which file and tensor, what was expected and what was found."""
-
-    def __init__(
-        self, check: str, text: str, *, file: str = "", tensor: str = "", expected: Any = None, actual: Any = None
-    ) -> None:
-        self.check, self.file, self.tensor, self.text = check, file, tensor, text
-        self.expected = None if expected is None and actual is None else str(expected)
-        self.actual = None if expected is None and actual is None else str(actual)
-        where = ", ".join(part for part in (file, f"tensor {tensor}" if tensor else "") if part)
-        values = "" if self.expected is None else f": expected {self.expected}, found {self.actual}"
-        super().__init__(f"{check}: {where}{': ' if where else ''}{text}{values}")
-
-    def record(self) -> dict[str, str | None]:
-        """The same as JSON."""
-        place = {"check": self.check, "file": self.file or None, "tensor": self.tensor or None}
-        return {**place, "text": self.text, "expected": self.expected, "actual": self.actual}
 
 
 def verify_folder(folder: Path, *, report: Report | None = None, progress: Progress | None = None) -> Manifest:
@@ -72,7 +53,7 @@ def verify_folder(folder: Path, *, report: Report | None = None, progress: Progr
         Broken: the first thing that does not hold.
     """
     say = report or (lambda check, seen: None)
-    with _named("manifest", NAME):
+    with named("manifest", NAME):
         manifest = Manifest.load(folder / NAME)
     say("manifest", f"{manifest.format}, method {manifest.method}")
     total = _check_files(folder, manifest)
@@ -88,31 +69,18 @@ def verify_folder(folder: Path, *, report: Report | None = None, progress: Progr
         "ledger",
         f"{len(manifest.tensors)} source tensors, {sum(line.total_bytes for line in manifest.ledger):,} bytes accounted for",
     )
-    with _named("config", "config.json"):
+    with named("config", "config.json"):
         block = check_config(_load_object(folder / "config.json"), manifest.tensors)
     say("config", block)
-    say("codecs", _check_codecs(folder, manifest, stored))
+    say("codecs", check_codecs(folder, manifest.tensors, stored))
     return manifest
-
-
-@contextmanager
-def _named(check: str, file: str = "", tensor: str = "") -> Iterator[None]:
-    """Errors of the packages become the first broken thing of ``check``."""
-    try:
-        yield
-    except Broken:
-        raise
-    except BitledgerError as error:
-        raise Broken(check, str(error), file=file, tensor=tensor) from error
-    except OSError as error:
-        raise Broken(check, f"cannot be read ({error.strerror or error})", file=file, tensor=tensor) from error
 
 
 def _check_files(folder: Path, manifest: Manifest) -> int:
     roots = allowed_roots(folder)
     names = [file.name for file in manifest.files]
     for file in manifest.files:
-        with _named("files", file.name):
+        with named("files", file.name):
             path = inside(folder, file.name, roots)
             actual = path.stat().st_size if path.is_file() else "no such file"
         if actual != file.nbytes:
@@ -137,7 +105,7 @@ def _check_unlisted(folder: Path, manifest: Manifest) -> None:
 def _check_hashes(folder: Path, manifest: Manifest, total: int, progress: Progress | None) -> None:
     done = 0
     for file in sorted(manifest.files, key=lambda file: file.nbytes):
-        with _named("hashes", file.name):
+        with named("hashes", file.name):
             actual = hash_file(folder / file.name)[1]
         if actual != file.sha256:
             raise Broken("hashes", "SHA-256", file=file.name, expected=file.sha256, actual=actual)
@@ -151,11 +119,10 @@ def _check_headers(folder: Path, manifest: Manifest) -> dict[str, TensorInfo]:
     parts = {(part.file, part.name): part for record in manifest.tensors for part in record.parts}
     headers = {line.file: line.header_bytes for line in manifest.ledger}
     stored: dict[str, TensorInfo] = {}
+    said: dict[str, dict[str, str]] = {}
     for file in (file.name for file in manifest.files if file.role == "weights"):
-        with _named("headers", file):
-            tensors, metadata, header_bytes = read_header(folder / file, file)
-        if metadata.get("format") != "pt":
-            raise Broken("headers", "format in __metadata__", file=file, expected="pt", actual=metadata.get("format"))
+        with named("headers", file):
+            tensors, said[file], header_bytes = read_header(folder / file, file)
         if headers.get(file) != header_bytes:
             raise Broken("headers", "header bytes", file=file, expected=headers.get(file), actual=header_bytes)
         for name, info in tensors.items():
@@ -166,8 +133,22 @@ def _check_headers(folder: Path, manifest: Manifest) -> dict[str, TensorInfo]:
             stored[name] = info
     for file, name in parts:
         raise Broken("headers", "is recorded but not stored there", file=file, tensor=name)
+    for key, value in _metadata(manifest).items():
+        for file, metadata in said.items():
+            if metadata.get(key) != value:
+                raise Broken("headers", f"{key} in __metadata__", file=file, expected=value, actual=metadata.get(key))
     _check_index(folder, manifest, stored)
     return stored
+
+
+def _metadata(manifest: Manifest) -> dict[str, str]:
+    """What every header says of the whole artefact: its method, and bytes by role."""
+    roles = Counter[str]()
+    for record in manifest.tensors:
+        for part in record.parts:
+            roles[part.role] += part.nbytes
+    bytes_by_role = {f"bitledger.{role}_bytes": str(count) for role, count in roles.items()}
+    return {"format": "pt", "bitledger.method": manifest.method} | bytes_by_role
 
 
 def _check_part(part: PartRecord, info: TensorInfo) -> None:
@@ -184,7 +165,7 @@ def _check_index(folder: Path, manifest: Manifest, stored: dict[str, TensorInfo]
         if len(manifest.ledger) > 1:
             raise Broken("headers", "several weight files need an index", file=INDEX_NAME)
         return
-    with _named("headers", INDEX_NAME):
+    with named("headers", INDEX_NAME):
         index = _load_object(folder / INDEX_NAME)
     right = {name: info.file for name, info in stored.items()}
     if index.get("weight_map") != right:
@@ -216,7 +197,7 @@ def _pair(item: tuple[str, Any]) -> tuple[str, str]:
 
 
 def _check_ledger(manifest: Manifest) -> None:
-    with _named("ledger", NAME):
+    with named("ledger", NAME):
         manifest.check_ledger()
     known = {(file.name, file.sha256) for file in manifest.files}
     known |= {(file.name, file.sha256) for file in manifest.source.files + manifest.source.origin_files}
@@ -225,65 +206,3 @@ def _check_ledger(manifest: Manifest) -> None:
             if (file, sha256) not in known:
                 text = f"measurement {measurement.name} was made on other bytes than these or the source's (SHA-256 {sha256})"
                 raise Broken("ledger", text, file=file)
-
-
-def _check_codecs(folder: Path, manifest: Manifest, stored: dict[str, TensorInfo]) -> str:
-    """The layout of every quantised tensor (reads no weight), then a round trip of the smallest matrix per codec and scheme."""
-    samples: dict[tuple[str, str], TensorRecord] = {}
-    for record in manifest.tensors:
-        if record.fate == "quantised":
-            _check_layout(record)
-            key = (str(record.codec), str(record.scheme))
-            if key not in samples or record.elements < samples[key].elements:
-                samples[key] = record
-    for record in samples.values():
-        with _named("codecs", record.parts[0].file, record.name):
-            _check_round_trip(folder, record, stored)
-    return f"{len(samples)} round trips ({', '.join(f'{codec} {scheme}' for codec, scheme in samples) or 'nothing is quantised'})"
-
-
-def _check_layout(record: TensorRecord) -> None:
-    with _named("codecs", record.parts[0].file, record.name):
-        layout = get_codec(str(record.codec)).layout(Scheme.parse(str(record.scheme)), _matrix_shape(record))
-    stem = record.name.removesuffix("weight")
-    expected = sorted((f"{stem}{part.suffix}", part.dtype, part.shape, part.role) for part in layout)
-    actual = sorted((part.name, part.dtype, tuple(part.shape), part.role) for part in record.parts)
-    if expected != actual:
-        text = f"{record.codec} lays {record.scheme} out in other parts"
-        raise Broken("codecs", text, file=record.parts[0].file, tensor=record.name, expected=expected, actual=actual)
-
-
-def _matrix_shape(record: TensorRecord) -> tuple[int, int]:
-    if len(record.shape) != 2:
-        raise VerifyError(f"a quantised tensor of shape {record.shape} is no matrix")
-    return record.shape[0], record.shape[1]
-
-
-def _check_round_trip(folder: Path, record: TensorRecord, stored: dict[str, TensorInfo]) -> None:
-    codec, scheme, shape = get_codec(str(record.codec)), Scheme.parse(str(record.scheme)), _matrix_shape(record)
-    stem = record.name.removesuffix("weight")
-    read = {part.name.removeprefix(stem): _read(folder, stored[part.name]) for part in record.parts}
-    packed = codec.pack(codec.unpack({suffix: tensor for suffix, (tensor, _) in read.items()}, scheme, shape))
-    for suffix, (_, raw) in read.items():
-        again = packed[suffix].contiguous().reshape(-1)
-        if _bytes(again) != raw:
-            text = f"unpacked and packed again as {record.codec}, {suffix} has other bytes"
-            raise Broken("codecs", text, file=record.parts[0].file, tensor=record.name)
-
-
-def _read(folder: Path, info: TensorInfo) -> tuple[torch.Tensor, bytes]:
-    """The stored tensor and its bytes."""
-    import torch
-
-    from formats.checkpoint import TORCH_DTYPES
-
-    with (folder / info.file).open("rb") as file:
-        file.seek(info.start)
-        raw = file.read(info.nbytes)
-    return torch.frombuffer(bytearray(raw), dtype=getattr(torch, TORCH_DTYPES[info.dtype])).reshape(info.shape), raw
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    import torch
-
-    return tensor.view(torch.uint8).numpy().tobytes()

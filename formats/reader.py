@@ -66,7 +66,9 @@ class Artefact:
         tensors = {suffix: self.tensor(name) for suffix, name in parts.items()}
         shape = tensors["weight_shape"].tolist()
         codec = get_codec(group["format"])
-        return codec.unpack(tensors, codec.scheme_of_group(group, self.tensors[parts["weight_scale"]].dtype), (shape[0], shape[1]))
+        return codec.unpack(
+            tensors, codec.scheme_of_group(group, self.tensors[parts["weight_scale"]].dtype), (shape[0], shape[1])
+        )
 
     def _group(self, module: str) -> Mapping[str, Any]:
         groups: Mapping[str, Mapping[str, Any]] = self.config["quantization_config"]["config_groups"]
@@ -126,8 +128,9 @@ def _load_renamed(folder: Path, stored: dict[str, Tensor], dtype: torch.dtype) -
     from transformers import AutoModelForCausalLM
 
     config = model_config(folder)
+    convert: Any = AutoModelForCausalLM.from_pretrained
     with quiet_transformers():
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, found = convert(
             None, config=config, state_dict=stored, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
         )
     wrong = [*found["missing_keys"], *found["unexpected_keys"], *(str(key) for key in found["mismatched_keys"])]

@@ -40,7 +40,9 @@ def model_config(folder: Path) -> Any:
         try:
             config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         except (ValueError, KeyError, OSError) as error:
-            raise SourceError(f"transformers does not know the architecture in {folder / 'config.json'}: {str(error).splitlines()[0]}") from error
+            raise SourceError(
+                f"transformers does not know the architecture in {folder / 'config.json'}: {str(error).splitlines()[0]}"
+            ) from error
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
     return config
@@ -66,7 +68,9 @@ class Skeleton:
             try:
                 self.model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
             except ValueError as error:
-                raise SourceError(f"{folder} is no causal language model that transformers knows: {str(error).splitlines()[0]}") from error
+                raise SourceError(
+                    f"{folder} is no causal language model that transformers knows: {str(error).splitlines()[0]}"
+                ) from error
         self.blocks_name = self._find_blocks(int(config.num_hidden_layers))
 
     def _find_blocks(self, count: int) -> str:

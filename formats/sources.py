@@ -176,7 +176,7 @@ def _from_hub(model: str, repo: str, revision: str | None, report: Report | None
         listing = hub.list_model(repo, revision)
         if pinned and listing.commit != revision:
             raise SourceError(f"{hub.endpoint()} answered with {listing.commit} for {repo}@{revision}: ask again, or use a copy")
-        folder = hub.fetch_snapshot(repo, listing, report)
+        folder = hub.fetch_snapshot(repo, revision, listing, report)
     except hub.Unreachable as error:
         raise HubUnreachable(_ways_on(repo, revision, error, cached)) from error
     doubt = "" if pinned else f" (not pinned: this is what {revision or 'main'} is now)"
@@ -188,7 +188,7 @@ def _ways_on(repo: str, revision: str | None, error: Exception, cached: Path | N
     if cached is not None:
         copy = f"--model {repo}@{cached.name}, which is in the hub's cache"
     else:
-        copy = f"a complete copy of {at} in the hub's cache (HF_HOME), which has none now"
+        copy = "a complete copy in the hub's cache (HF_HOME), which has none now"
     return (
         f"{at} could not be fetched: {error}; three ways on: --model FOLDER with config.json and safetensors, {copy}, "
         f"or the embedded --model {EMBEDDED}"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import resource
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -60,7 +61,9 @@ class Job:
         self.prepared = prepared
         self.progress = progress
         self.started = datetime.datetime.now(datetime.UTC)
-        self._notes: list[NoteRecord] = [NoteRecord(kind="source", where="config", text=text) for text in prepared.checkpoint.notes]
+        self._notes: list[NoteRecord] = [
+            NoteRecord(kind="source", where="config", text=text) for text in prepared.checkpoint.notes
+        ]
 
     def execute(self) -> Finished:
         """Do everything. Raises a BitledgerError and leaves nothing under the output's name when a step fails."""
@@ -70,10 +73,14 @@ class Job:
         source_files = self._hash_source()
         with OutputFolder(request.output, request.force) as folder:
             result, written = self._quantise(folder)
-            files = [FileRecord(name=file.name, nbytes=file.nbytes, sha256=file.sha256, role=_role(file)) for file in written]
+            files = [
+                FileRecord(name=file.name, nbytes=file.nbytes, sha256=file.sha256, role=cast(Any, file.role)) for file in written
+            ]
             files += self._side_files(folder)
             files.append(self._config(folder))
-            measurements = self._measure(folder, {file.name: file.sha256 for file in written if file.role == "weights"}, source_files)
+            measurements = self._measure(
+                folder, {file.name: file.sha256 for file in written if file.role == "weights"}, source_files
+            )
             manifest = self._manifest(folder, result, written, files, measurements, source_files)
             sha256 = manifest.save(folder)
         return Finished(manifest, sha256)
@@ -87,7 +94,8 @@ class Job:
         with self.progress.stage("hash source", total=len(names), unit="file") as report:
             for done, name in enumerate(names, start=1):
                 path = checkpoint.folder / name
-                found.append(HashedFile(name=name, nbytes=path.stat().st_size, sha256=hash_file(path)))
+                nbytes, sha256 = hash_file(path)
+                found.append(HashedFile(name=name, nbytes=nbytes, sha256=sha256))
                 report(done, len(names))
         return found
 
@@ -131,7 +139,9 @@ class Job:
         block = quantization_config(self.prepared.plans, sorted({*kept, "lm_head"}))
         config = self.prepared.checkpoint.plain_config() | {"quantization_config": block}
         data = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
-        return FileRecord(name="config.json", nbytes=len(data), sha256=write_bytes_atomically(folder / "config.json", data), role="config")
+        return FileRecord(
+            name="config.json", nbytes=len(data), sha256=write_bytes_atomically(folder / "config.json", data), role="config"
+        )
 
     def _measure(self, folder: Path, subject: dict[str, str], source_files: list[HashedFile]) -> list[MeasurementRecord]:
         """Perplexity of the float model and of the files just written, on the same windows, and their paired difference."""
@@ -140,9 +150,13 @@ class Job:
         after = self._losses("evaluate artefact", folder)
         seed, windows = self.prepared.request.seed, self.prepared.evaluation
         found = [
-            perplexity_measurement(before, mean_loss(before, seed=seed), windows=windows, subject=baseline, name="perplexity_float"),
+            perplexity_measurement(
+                before, mean_loss(before, seed=seed), windows=windows, subject=baseline, name="perplexity_float"
+            ),
             perplexity_measurement(after, mean_loss(after, seed=seed), windows=windows, subject=subject),
-            ln_ratio_measurement(paired_difference(after, before, seed=seed), windows=windows, subject=subject, baseline=baseline),
+            ln_ratio_measurement(
+                paired_difference(after, before, seed=seed), windows=windows, subject=subject, baseline=baseline
+            ),
         ]
         return [MeasurementRecord.model_validate(measurement.record()) for measurement in found]
 
@@ -221,7 +235,9 @@ class Job:
         tables = [r.nbytes for r in result.records if r.name.removesuffix(".weight").endswith(_EMBEDDING_ENDS)]
         traffic = weight_bytes if shape.tied else weight_bytes - sum(tables)
         return [
-            implications(shape, card, weight_bytes=weight_bytes, traffic_bytes=traffic, assumptions=self.prepared.request.assumptions).record()
+            implications(
+                shape, card, weight_bytes=weight_bytes, traffic_bytes=traffic, assumptions=self.prepared.request.assumptions
+            ).record()
             for card in self.prepared.cards
         ]
 
@@ -231,7 +247,7 @@ class Job:
         template = folder / "chat_template.jinja"
         sampling = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
         inline = folder / "tokenizer_config.json"
-        template_hash = hash_file(template) if template.is_file() else _inline_template_hash(inline)
+        template_hash = hash_file(template)[1] if template.is_file() else _inline_template_hash(inline)
         return Deployment(
             engine="transformers",
             engine_version=versions()["transformers"],
@@ -249,16 +265,10 @@ def peak_rss_bytes() -> int:
 
 
 def _inline_template_hash(path: Path) -> str | None:
-    import hashlib
-
     if not path.is_file():
         return None
     template = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
     return hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) else None
-
-
-def _role(file: WrittenFile) -> Any:
-    return file.role
 
 
 def _rule_record(pattern: str, fate: Any) -> dict[str, Any]:

@@ -123,7 +123,9 @@ def prepare(request: Request) -> Prepared:
     if checkpoint is not None:
         with problems.collect():
             plans = plan_fates(checkpoint, request.rules)
-            shards = plan_shards([plan.stored for plan in plans], header_metadata(request.method.name, plans), request.shard_bytes)
+            shards = plan_shards(
+                [plan.stored for plan in plans], header_metadata(request.method.name, plans), request.shard_bytes
+            )
         with problems.collect():
             check_output(request.output, checkpoint.folder, _needed_bytes(checkpoint, shards), request.force)
         if cards:
@@ -141,7 +143,19 @@ def prepare(request: Request) -> Prepared:
     assert windows is not None
     tokenizer, evaluation, calibration, overlap = windows
     return Prepared(
-        request, source, checkpoint, plans, shards, corpus, tokenizer, evaluation, calibration, overlap, tuple(cards), shape, prompt
+        request,
+        source,
+        checkpoint,
+        plans,
+        shards,
+        corpus,
+        tokenizer,
+        evaluation,
+        calibration,
+        overlap,
+        tuple(cards),
+        shape,
+        prompt,
     )
 
 
@@ -171,7 +185,12 @@ def _windows(request: Request, folder: Path, corpus: Corpus) -> tuple[TextTokeni
     if not request.method.needs_calibration:
         return tokenizer, evaluation, None, None
     calibration = calibration_windows(
-        tokens, count=request.calibration_windows, length=request.window, start=request.calibration_start, evaluation=evaluation, bos=request.bos
+        tokens,
+        count=request.calibration_windows,
+        length=request.window,
+        start=request.calibration_start,
+        evaluation=evaluation,
+        bos=request.bos,
     )
     return tokenizer, evaluation, calibration, check_disjoint(calibration, evaluation)
 

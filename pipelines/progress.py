@@ -38,12 +38,19 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def plural(unit: str) -> str:
+    """``blocks`` of ``block``; a symbol such as ``MB`` stays as it is."""
+    return unit if unit.isupper() else unit + "s"
+
+
 def speed(done: int, seconds: float, unit: str) -> str:
     """Units per second, or seconds per unit when that is the larger number; ``-`` before there is anything to say."""
     if done <= 0 or seconds <= 0:
         return "-"
     rate = done / seconds
-    return f"{rate:.3g} {unit}s/s" if rate >= 1 else f"{seconds / done:.3g} s/{unit}"
+    if rate < 1:
+        return f"{seconds / done:.3g} s/{unit}"
+    return f"{rate:,.0f} {plural(unit)}/s" if rate >= 1000 else f"{rate:.3g} {plural(unit)}/s"
 
 
 @dataclass(slots=True)
@@ -58,8 +65,8 @@ class _Stage:
     done: int = 0
 
     def counted(self) -> str:
-        total = "" if self.total is None else f"/{self.total}"
-        return f"{self.unit} {self.done}{total}"
+        count = f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
+        return f"{count} {self.unit}" if self.unit.isupper() else f"{self.unit} {count}"
 
     def rest(self, now: float) -> str:
         """``block 12/30, 2.4 s/block, 43 s left``."""
@@ -117,7 +124,7 @@ class Progress:
         Args:
             name: what is being done, for example ``quantise``.
             total: how many units there will be, or None when nobody knows yet.
-            unit: one unit in the singular; an ``s`` makes it plural.
+            unit: one unit in the singular (``block``), or its symbol (``MB``).
 
         Raises:
             RuntimeError: a stage inside a stage (its seconds would be counted twice).
@@ -150,7 +157,7 @@ class Progress:
     def _display(self, stage: _Stage) -> AbstractContextManager[object]:
         if self._live:
             return self._live_line(stage)
-        count = f"{stage.total} {stage.unit}s" if stage.total is not None else "started"
+        count = f"{stage.total} {plural(stage.unit)}" if stage.total is not None else "started"
         self._line(f"{stage.name}: {count}")
         return self._heartbeat(stage)
 

@@ -1,28 +1,28 @@
 """The recipe: which matrix is stored how, from the options of the command line or from a TOML file; checked before any work.
 
-    method = "awq"                      # optional; must agree with the command line
+method = "awq"                      # optional; must agree with the command line
 
-    [[rule]]                            # the first rule that matches a module decides
-    match = "*.down_proj"               # a shell pattern over module names, or "re:" and a regular expression
-    bits = 8
-    group_size = "channel"              # a number, "channel" or "tensor"
-    symmetric = true
-    scale_dtype = "f16"
+[[rule]]                            # the first rule that matches a module decides
+match = "*.down_proj"               # a shell pattern over module names, or "re:" and a regular expression
+bits = 8
+group_size = "channel"              # a number, "channel" or "tensor"
+symmetric = true
+scale_dtype = "f16"
 
-    [[rule]]
-    match = "*.0.*"
-    keep = true                         # stays in float
+[[rule]]
+match = "*.0.*"
+keep = true                         # stays in float
 
-    [[rule]]
-    match = "*"
-    bits = 4
+[[rule]]
+match = "*"
+bits = 4
 """
 
 from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -71,8 +71,8 @@ class RecipeModel(BaseModel):
 
 def parse_group_size(text: str) -> Blocks:
     """``channel``, ``tensor`` or a number. Raises SchemeError."""
-    if text == "channel" or text == "tensor":
-        return text
+    if text in ("channel", "tensor"):
+        return cast(Blocks, text)
     try:
         return int(text)
     except ValueError:
@@ -95,7 +95,9 @@ def load_recipe(path: Path, method: str) -> tuple[Rule, ...]:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(step) for step in first["loc"])
-        raise RecipeError(f"{path}: {place}: {first['msg'].lower()} (known: match, keep, bits, group_size, symmetric, scale_dtype)") from None
+        raise RecipeError(
+            f"{path}: {place}: {first['msg'].lower()} (known: match, keep, bits, group_size, symmetric, scale_dtype)"
+        ) from None
     if found.method is not None and found.method != method:
         raise RecipeError(f"{path} is a recipe for {found.method!r}, but the command line asks for {method!r}")
     return tuple(rule.rule() for rule in found.rule)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -33,21 +34,29 @@ _CALIBRATION, _QUALITY, _FILES, _CARDS = "Text and calibration", "Scheme", "Outp
 def main(
     context: typer.Context,
     method: Annotated[str, typer.Argument(metavar="METHOD", help=f"How to quantise. {_METHODS_HELP}.")],
-    model: Annotated[str, typer.Option(help="A name of models.toml, a hub id (org/name or org/name@revision), or a folder.")] = EMBEDDED,
+    model: Annotated[
+        str, typer.Option(help="A name of models.toml, a hub id (org/name or org/name@revision), or a folder.")
+    ] = EMBEDDED,
     bits: Annotated[int, typer.Option(help="Bits per code, 2 to 8.", rich_help_panel=_QUALITY)] = DEFAULT_BITS,
     group_size: Annotated[
         str, typer.Option(metavar="N|channel|tensor", help="Weights that share a scale.", rich_help_panel=_QUALITY)
     ] = str(DEFAULT_GROUP),
     symmetric: Annotated[
-        bool, typer.Option("--symmetric/--zero-point", help="Signed grid around 0, or an integer zero point.", rich_help_panel=_QUALITY)
+        bool,
+        typer.Option(
+            "--symmetric/--zero-point", help="Signed grid around 0, or an integer zero point.", rich_help_panel=_QUALITY
+        ),
     ] = True,
     scale_dtype: Annotated[
         str, typer.Option(metavar="|".join(SCALE_BYTES), help="Type in which scales are stored.", rich_help_panel=_QUALITY)
     ] = "f16",
     recipe: Annotated[
-        Path | None, typer.Option(help="TOML file with a scheme per pattern, instead of the four above.", rich_help_panel=_QUALITY)
+        Path | None,
+        typer.Option(help="TOML file with a scheme per pattern, instead of the four above.", rich_help_panel=_QUALITY),
     ] = None,
-    clip: Annotated[bool, typer.Option("--clip/--no-clip", help="awq: also search how far to clip every block.", rich_help_panel=_QUALITY)] = True,
+    clip: Annotated[
+        bool, typer.Option("--clip/--no-clip", help="awq: also search how far to clip every block.", rich_help_panel=_QUALITY)
+    ] = True,
     corpus: Annotated[
         str, typer.Option(help="pydoc, wikitext2, or a .parquet, .jsonl or .txt file.", rich_help_panel=_CALIBRATION)
     ] = "pydoc",
@@ -56,28 +65,50 @@ def main(
         str, typer.Option(metavar="N|all", help="Windows to measure on.", rich_help_panel=_CALIBRATION)
     ] = "8",
     window: Annotated[int, typer.Option(help="Tokens per window.", rich_help_panel=_CALIBRATION)] = 512,
-    evaluation_start: Annotated[int, typer.Option(help="First token of the evaluation windows.", rich_help_panel=_CALIBRATION)] = 0,
+    evaluation_start: Annotated[
+        int, typer.Option(help="First token of the evaluation windows.", rich_help_panel=_CALIBRATION)
+    ] = 0,
     calibration_start: Annotated[
-        int | None, typer.Option(help="First token of the calibration windows; 200,000 or as far behind as the text reaches.", rich_help_panel=_CALIBRATION, show_default=False)
+        int | None,
+        typer.Option(
+            help="First token of the calibration windows; 200,000 or as far behind as the text reaches.",
+            rich_help_panel=_CALIBRATION,
+            show_default=False,
+        ),
     ] = None,
     bos: Annotated[
-        str, typer.Option(metavar="auto|none|prefix", help="Start token before every window; auto: as the tokenizer does.", rich_help_panel=_CALIBRATION)
+        str,
+        typer.Option(
+            metavar="auto|none|prefix",
+            help="Start token before every window; auto: as the tokenizer does.",
+            rich_help_panel=_CALIBRATION,
+        ),
     ] = "auto",
     seed: Annotated[int, typer.Option(help="Seed of the intervals' resampling.", rich_help_panel=_CALIBRATION)] = 0,
-    cards: Annotated[str, typer.Option(help="all, none, names with commas, or a TOML file of one's own.", rich_help_panel=_CARDS)] = "all",
+    cards: Annotated[
+        str, typer.Option(help="all, none, names with commas, or a TOML file of one's own.", rich_help_panel=_CARDS)
+    ] = "all",
     prompt_tokens: Annotated[int, typer.Option(help="Tokens in of a planned request.", rich_help_panel=_CARDS)] = 4000,
     output_tokens: Annotated[int, typer.Option(help="Tokens out of a planned request.", rich_help_panel=_CARDS)] = 2000,
     price_per_hour: Annotated[
-        float | None, typer.Option(help="Price of a card-hour in USD, instead of the cards' own.", rich_help_panel=_CARDS, show_default=False)
+        float | None,
+        typer.Option(help="Price of a card-hour in USD, instead of the cards' own.", rich_help_panel=_CARDS, show_default=False),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Folder to write; artifacts/MODEL-METHOD-SCHEME by default.", rich_help_panel=_FILES, show_default=False)
+        Path | None,
+        typer.Option(
+            help="Folder to write; artifacts/MODEL-METHOD-SCHEME by default.", rich_help_panel=_FILES, show_default=False
+        ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", "--yes", "-y", help="Replace an earlier artefact in that folder.", rich_help_panel=_FILES)] = False,
+    force: Annotated[
+        bool, typer.Option("--force", "--yes", "-y", help="Replace an earlier artefact in that folder.", rich_help_panel=_FILES)
+    ] = False,
     system_prompt: Annotated[
         Path | None, typer.Option(help="Text file to be recorded as the deployment's system prompt.", rich_help_panel=_FILES)
     ] = None,
-    shard_bytes: Annotated[int, typer.Option(help="Largest size of one weight file.", rich_help_panel=_FILES)] = DEFAULT_SHARD_BYTES,
+    shard_bytes: Annotated[
+        int, typer.Option(help="Largest size of one weight file.", rich_help_panel=_FILES)
+    ] = DEFAULT_SHARD_BYTES,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     batch: Annotated[int, typer.Option(help="Windows per forward pass.")] = 4,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print fates, exact bytes and problems, and stop.")] = False,
@@ -86,7 +117,12 @@ def main(
     """Quantise MODEL with METHOD into a packed, hashed and measured artefact."""
     chosen = get_method(method)
     rules = _rules(context, method, bits, group_size, symmetric, scale_dtype, recipe)
-    checked = {"--calibration-windows": calibration_windows, "--window": window - 1, "--batch": batch, "--shard-bytes": shard_bytes}
+    checked = {
+        "--calibration-windows": calibration_windows,
+        "--window": window - 1,
+        "--batch": batch,
+        "--shard-bytes": shard_bytes,
+    }
     for name, number in checked.items():
         if number < 1:
             raise UsageError(f"{name} is too small: {number + (name == '--window')}")
@@ -144,10 +180,8 @@ def _rules(
         scales = cast(ScaleType, _choice("--scale-dtype", scale_dtype, tuple(SCALE_BYTES)))
         scheme = Scheme(bits, "sym" if symmetric else "zp", parse_group_size(group_size), scales)
         return (Rule("*", Quantise(scheme)),)
-    from click.core import ParameterSource
-
     names = ("bits", "group_size", "symmetric", "scale_dtype")
-    given = [name for name in names if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
+    given = [name for name in names if getattr(context.get_parameter_source(name), "name", "DEFAULT") != "DEFAULT"]
     if given:
         flags = ", ".join("--" + name.replace("_", "-") for name in given)
         raise UsageError(f"{flags} cannot go with --recipe, which says the same per pattern: put it into {recipe}")
@@ -169,8 +203,6 @@ def _choice(option: str, value: str, known: tuple[str, ...]) -> Any:
 
 
 def _device(text: str) -> str:
-    import re
-
     if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
         raise UsageError(f"--device is cpu, cuda or cuda:N; got {text!r}")
     if text != "cpu":

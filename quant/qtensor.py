@@ -39,7 +39,9 @@ class QTensor:
     def __post_init__(self) -> None:
         grid = self.scheme.block_grid(self.shape)
         if tuple(self.scales.shape) != grid or self.scales.dtype != SCALE_DTYPES[self.scheme.scale]:
-            raise SchemeError(f"{self.scheme}: scales {tuple(self.scales.shape)} {self.scales.dtype} do not fit codes {self.shape}")
+            raise SchemeError(
+                f"{self.scheme}: scales {tuple(self.scales.shape)} {self.scales.dtype} do not fit codes {self.shape}"
+            )
         if (self.zeros is None) != self.scheme.symmetric:
             raise SchemeError(f"{self.scheme}: zero points are {'missing' if self.zeros is None else 'not allowed'}")
         if self.zeros is not None and tuple(self.zeros.shape) != grid:

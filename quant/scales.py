@@ -30,7 +30,9 @@ def store_scales(scales: Tensor, scheme: Scheme) -> Tensor:
     stored = SCALE_DTYPES[scheme.scale]
     largest = float(scales.max()) if scales.numel() else 0.0
     if not largest <= torch.finfo(stored).max:
-        raise SchemeError(f"{scheme}: a scale of {largest:g} overflows {scheme.scale}; store scales as bf16 or f32 (--scale-dtype)")
+        raise SchemeError(
+            f"{scheme}: a scale of {largest:g} overflows {scheme.scale}; store scales as bf16 or f32 (--scale-dtype)"
+        )
     if scheme.scale == "f16":
         subnormal = scales < torch.finfo(stored).smallest_normal
         scales = torch.where(subnormal, torch.ceil(scales * 2.0**24) * 2.0**-24, scales)

@@ -81,12 +81,12 @@ class Scheme:
     @property
     def code_min(self) -> int:
         """Smallest code: -(2^(b-1)-1) when symmetric, 0 with a zero point."""
-        return -(2 ** (self.bits - 1) - 1) if self.symmetric else 0
+        return 1 - (1 << (self.bits - 1)) if self.symmetric else 0
 
     @property
     def code_max(self) -> int:
         """Largest code: 2^(b-1)-1 when symmetric, 2^b-1 with a zero point."""
-        return 2 ** (self.bits - 1) - 1 if self.symmetric else 2**self.bits - 1
+        return (1 << (self.bits - 1)) - 1 if self.symmetric else (1 << self.bits) - 1
 
     def block_grid(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Shape ``[rows, columns]`` of the scales of an ``[out, in]`` matrix (a short last group counts)."""
@@ -95,7 +95,7 @@ class Scheme:
             return (1, 1)
         if self.blocks == "channel":
             return (out, 1)
-        return (out, -(-width // cast(int, self.blocks)))
+        return (out, -(-width // self.blocks))
 
     def bits_per_weight(self, shape: tuple[int, int]) -> float:
         """Ideal bits per weight with dense codes, stored scales and b-bit zero points; no padding or header."""

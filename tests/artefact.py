@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,11 @@ def build_artefact(folder: Path, *, seed: int = 0) -> Manifest:
     """Write the artefact into the new ``folder`` and return its saved manifest."""
     folder.mkdir(parents=True)
     tensors = _tensors(seed)
-    with ShardedWriter(folder, [tensor.specs for tensor in tensors], {"bitledger": "test"}, SHARD_BYTES) as writer:
+    roles = Counter[str]()
+    for spec in (spec for tensor in tensors for spec in tensor.specs):
+        roles[spec.role] += spec.nbytes
+    metadata = {"bitledger.method": "rtn"} | {f"bitledger.{role}_bytes": str(count) for role, count in roles.items()}
+    with ShardedWriter(folder, [tensor.specs for tensor in tensors], metadata, SHARD_BYTES) as writer:
         for tensor in tensors:
             for name, value in tensor.parts.items():
                 writer.put(name, value)

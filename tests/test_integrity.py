@@ -77,6 +77,18 @@ def test_headers_are_compared_with_the_records(folder: Path, change: Callable[[A
     assert found.text.startswith(text)
 
 
+def test_what_the_headers_say_of_the_whole_is_compared(folder: Path) -> None:
+    edit(folder, "manifest.json", lambda d: d.update(method="awq"))
+    found = broken(folder)
+    assert (found.check, found.text) == ("headers", "bitledger.method in __metadata__")
+    assert (found.expected, found.actual) == ("awq", "rtn")
+    edit(folder, "manifest.json", lambda d: d.update(method="rtn"))
+    edit(folder, "manifest.json", lambda d: d["tensors"][3]["parts"][0].update(role="scales"))
+    found = broken(folder)
+    assert found.text == "bitledger.scales_bytes in __metadata__"
+    assert (found.expected, found.actual) == ("2752", "704")
+
+
 def test_a_recorded_tensor_that_is_not_stored_is_named(folder: Path) -> None:
     part = {"name": "model.extra.weight", "file": FIRST, "dtype": "F32", "shape": [2], "nbytes": 8, "role": "kept"}
     record = {"name": "model.extra.weight", "dtype": "F32", "shape": [2], "fate": "kept", "parts": [part], "nbytes": 8}
@@ -87,9 +99,10 @@ def test_a_recorded_tensor_that_is_not_stored_is_named(folder: Path) -> None:
 
 
 def test_header_bytes_are_compared_with_the_ledger(folder: Path) -> None:
-    edit(folder, "manifest.json", lambda d: d["ledger"][0].update(header_bytes=928))
+    right = read_header(folder / FIRST)[2]
+    edit(folder, "manifest.json", lambda d: d["ledger"][0].update(header_bytes=right - 8))
     found = broken(folder)
-    assert (found.check, found.text, found.expected, found.actual) == ("headers", "header bytes", "928", "936")
+    assert (found.check, found.text, found.expected, found.actual) == ("headers", "header bytes", str(right - 8), str(right))
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,18 @@ def test_a_total_that_only_the_callee_knows_is_taken_over() -> None:
     ]
 
 
+def test_a_unit_that_is_a_symbol_has_no_plural() -> None:
+    progress, clock, stream = piped(interval_s=1.0)
+    with progress.stage("check values", 600, "MB") as report:
+        clock.now += 2
+        report(450, 600)
+    assert stream.getvalue().splitlines() == [
+        "check values: 600 MB",
+        "check values: 450/600 MB, 225 MB/s, 0.7 s left",
+        "check values: 450/600 MB in 2.0 s, 225 MB/s",
+    ]
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -141,7 +153,8 @@ def test_durations_are_said_plainly(seconds: float, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("done", "seconds", "text"), [(0, 3.0, "-"), (5, 0.0, "-"), (30, 10.0, "3 blocks/s"), (3, 12.0, "4 s/block")]
+    ("done", "seconds", "text"),
+    [(0, 3.0, "-"), (5, 0.0, "-"), (30, 10.0, "3 blocks/s"), (3, 12.0, "4 s/block"), (5390, 1.0, "5,390 blocks/s")],
 )
 def test_speed_prefers_the_number_above_one(done: int, seconds: float, text: str) -> None:
     assert speed(done, seconds, "block") == text

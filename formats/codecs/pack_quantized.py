@@ -125,7 +125,9 @@ class PackQuantized:
         strategy = weights["strategy"]
         blocks = weights["group_size"] if strategy == "group" else strategy
         if weights.get("type") != "int" or scale_dtype not in _SCALE_TYPE:
-            raise SchemeError(f"pack-quantized holds integer weights with float scales, not {weights.get('type')} with {scale_dtype}")
+            raise SchemeError(
+                f"pack-quantized holds integer weights with float scales, not {weights.get('type')} with {scale_dtype}"
+            )
         zero = "sym" if weights["symmetric"] else "zp"
         return Scheme(weights["num_bits"], cast(Any, zero), cast(Blocks, blocks), cast(ScaleType, _SCALE_TYPE[scale_dtype]))
 

@@ -109,7 +109,11 @@ def search_clipping(matrix: Tensor, scheme: Scheme, gram: Tensor, steps: Sequenc
         if zeros is not None:
             codes -= zeros.float().unsqueeze(-1)
         change = codes.mul_(scales.float().unsqueeze(-1)).sub_(original)
-        error = torch.einsum("rbi,bij,rbj->rb", change, grams, change) if grams.shape[0] > 1 else ((change[:, 0] @ grams[0]) * change[:, 0]).sum(-1, keepdim=True)
+        error = (
+            torch.einsum("rbi,bij,rbj->rb", change, grams, change)
+            if grams.shape[0] > 1
+            else ((change[:, 0] @ grams[0]) * change[:, 0]).sum(-1, keepdim=True)
+        )
         if lowest is None:
             lowest = error
             continue

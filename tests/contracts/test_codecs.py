@@ -17,10 +17,19 @@ from quant.scheme import Scheme
 SHAPES = [(1, 32), (5, 64), (12, 96), (33, 192)]
 SCHEMES = [
     Scheme(bits, zero, blocks, scale)  # type: ignore[arg-type]
-    for bits, zero, blocks, scale in itertools.product(range(2, 9), ("sym", "zp"), (32, 96, "channel", "tensor"), ("f16", "bf16", "f32"))
+    for bits, zero, blocks, scale in itertools.product(
+        range(2, 9), ("sym", "zp"), (32, 96, "channel", "tensor"), ("f16", "bf16", "f32")
+    )
 ]
 ITEM = {"I32": 4, "I64": 8, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}
-TORCH = {"I32": torch.int32, "I64": torch.int64, "I8": torch.int8, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+TORCH = {
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "I8": torch.int8,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+}
 
 
 def matrix(shape: tuple[int, int], seed: int = 0) -> torch.Tensor:
@@ -94,7 +103,9 @@ def test_every_zero_point_comes_back(bits: int) -> None:
     scheme = Scheme(bits, "zp", 32)
     count = 2**bits
     codes = torch.arange(32, dtype=torch.int32).remainder(count).to(torch.uint8).expand(count, 32).contiguous()
-    stored = QTensor(scheme, codes, torch.ones(count, 1, dtype=torch.float16), torch.arange(count, dtype=torch.uint8).reshape(count, 1))
+    stored = QTensor(
+        scheme, codes, torch.ones(count, 1, dtype=torch.float16), torch.arange(count, dtype=torch.uint8).reshape(count, 1)
+    )
     codec = get_codec("pack-quantized")
     back = codec.unpack(codec.pack(stored), scheme, (count, 32))
     assert back.zeros is not None

@@ -1,0 +1,55 @@
+"""How much memory a run will need at its peak, from headers alone: the larger of quantising and evaluating. No torch here."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+
+from calib.windows import Windows
+from formats.checkpoint import Checkpoint
+from formats.fates import Quantise, TensorPlan
+
+# Python with torch and transformers imported, and the allocator's slack; measured on Linux with torch 2.13.
+INTERPRETER_BYTES = 700_000_000
+FLOAT = 4
+# Float copies of the largest matrix while a candidate is rounded and scored.
+SEARCH_COPIES = 8
+# Float copies of the logits while a loss is computed (logits, their float copy, log-softmax).
+LOGIT_COPIES = 3
+# Tensors as wide as the widest layer that one block's forward pass holds at once.
+LIVE_ACTIVATIONS = 5
+
+
+def peak_bytes(
+    checkpoint: Checkpoint, plans: Sequence[TensorPlan], calibration: Windows | None, evaluation: Windows, batch: int
+) -> int:
+    """Expected largest resident size in bytes."""
+    elements = {plan.name: plan.info.elements for plan in plans}
+    matrices = [plan for plan in plans if isinstance(plan.fate, Quantise)]
+    widest = max(max(plan.matrix_shape) for plan in matrices)
+    largest = max(elements[plan.name] for plan in matrices)
+    tables = max(elements.values())
+    hidden = int(checkpoint.config.get("hidden_size") or 0)
+    vocabulary = int(checkpoint.config.get("vocab_size") or 0)
+    quantise = max(SEARCH_COPIES * largest, 2 * tables) * FLOAT
+    if calibration is not None:
+        count, length = len(calibration.ids), calibration.length
+        states = 2 * count * length * hidden * FLOAT
+        live = LIVE_ACTIVATIONS * min(batch, count) * length * widest * FLOAT
+        grams = sum(plan.matrix_shape[1] ** 2 for plan in _one_block(matrices)) * FLOAT
+        block = 3 * sum(elements[plan.name] for plan in _one_block(matrices)) * FLOAT
+        quantise = max(quantise, states + live + grams + block + SEARCH_COPIES * largest * FLOAT, tables * FLOAT + states)
+    count, length = len(evaluation.ids), evaluation.length
+    logits = LOGIT_COPIES * min(batch, max(count, 1)) * length * vocabulary * FLOAT
+    evaluate = sum(elements.values()) * FLOAT + logits
+    return INTERPRETER_BYTES + max(quantise, evaluate)
+
+
+def _one_block(matrices: Sequence[TensorPlan]) -> list[TensorPlan]:
+    """The matrices of the largest block: those that share the first number in their name."""
+    blocks: dict[str, list[TensorPlan]] = defaultdict(list)
+    for plan in matrices:
+        found = re.search(r"\.(\d+)\.", plan.name)
+        blocks[found.group(1) if found else ""].append(plan)
+    return max(blocks.values(), key=len)
