@@ -19,7 +19,7 @@ from calib.fold import Weights, fold_verified
 from calib.graph import FeedGroup, FromLinear
 from quant.quantizer import Note
 from quant.scheme import Scheme
-from quant.transforms.awq import Consumer, search_clipping, search_factors
+from quant.transforms.awq import Consumer, ScaleChoice, search_clipping, search_factors
 
 
 @dataclass
@@ -30,13 +30,13 @@ class ScaledBlock:
         weights: float32 parameters by name inside the block, after folding.
         shrink: range factors per matrix (``scheme.block_grid``), where clipping was searched.
         folded: names of kept parameters whose values changed.
-        ratios: winning exponent and relative output error per feed group, for the record.
+        choices: what the search found, by the first consumer of each feed group.
     """
 
     weights: Weights
     shrink: dict[str, Tensor] = field(default_factory=dict)
     folded: set[str] = field(default_factory=set)
-    ratios: dict[str, tuple[float, float]] = field(default_factory=dict)
+    choices: dict[str, ScaleChoice] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
 
 
@@ -120,8 +120,8 @@ class AwqBlock:
             share = group.producer.channel.clamp_min(0)
         consumers = [Consumer(block.weights[f"{consumer}.weight"], schemes[f"{consumer}.weight"]) for consumer in group.consumers]
         choice = search_factors(consumers, found.gram, share, free)
-        block.ratios[name] = (choice.ratio, choice.relative_error)
-        return None if choice.ratio == 0 else choice.factors
+        block.choices[name] = choice
+        return None if choice.exponents == (0.0, 0.0) else choice.factors
 
     def _clip(self, block: ScaledBlock, group: FeedGroup, found: Evidence, schemes: Mapping[str, Scheme]) -> None:
         for consumer in group.consumers:

@@ -36,7 +36,9 @@ def fold_candidates(
     and the factors recomputed from the rounded values, so that rounding costs no accuracy at all.
     """
     if isinstance(group.producer, FromNorm):
-        return [_into_norm(weights, group, group.producer, factors, dtypes, offset) for offset in (0.0, 1.0)]
+        both = [_into_norm(weights, group, group.producer, factors, dtypes, offset) for offset in (0.0, 1.0)]
+        # A weight of 0 takes no factor: a candidate that scales nothing would hold trivially and hide the other one.
+        return [candidate for candidate in both if bool((candidate.factors != 1).any())]
     if isinstance(group.producer, FromLinear):
         return [_into_linear(weights, group, group.producer, factors, dtypes)]
     return []
@@ -67,13 +69,15 @@ def _into_linear(
 ) -> Folded:
     name = f"{producer.module}.weight"
     mapped = producer.channel >= 0
-    divisor = torch.ones(weights[name].shape[0])
+    divisor = torch.ones(weights[name].shape[0], device=factors.device)
     divisor[producer.channel[mapped]] = factors[mapped]
-    exact = torch.where(mapped, divisor[producer.channel.clamp_min(0)], torch.ones_like(factors))
-    changed: Weights = {name: weights[name] / divisor.unsqueeze(1)}
+    changed: Weights = {}
     bias = f"{producer.module}.bias"
     if bias in weights:
         changed[bias] = (weights[bias] / divisor).to(dtypes[bias]).float()
+        divisor = torch.where((changed[bias] != 0) & (weights[bias] != 0), weights[bias] / changed[bias], divisor)
+    exact = torch.where(mapped, divisor[producer.channel.clamp_min(0)], torch.ones_like(factors))
+    changed[name] = weights[name] / divisor.unsqueeze(1)
     return Folded(exact, changed | _scaled_consumers(weights, group, exact))
 
 

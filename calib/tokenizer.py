@@ -90,11 +90,11 @@ class TextTokenizer:
         """
         if not self._as_it_stands and (self.folder / "tokenizer.json").is_file() and len(text) < at_least * _LONGEST_TOKEN_BYTES:
             rough = len(_load(self.folder).encode(text, add_special_tokens=False).ids)
-            if rough * 1.05 < at_least:  # transformers may cut a few tokens otherwise, never one in twenty
-                raise too_short(rough, at_least)
+            if 2 * rough < at_least:  # transformers may cut some tokens otherwise, but not half of them
+                raise too_short(f"about {rough:,}", at_least)
         ids = np.array(self._backend.encode(text), dtype=np.int64)
         if len(ids) < max(at_least, 1):
-            raise too_short(len(ids), max(at_least, 1))
+            raise too_short(f"{len(ids):,}", max(at_least, 1))
         return ids
 
     @cached_property
@@ -102,10 +102,10 @@ class TextTokenizer:
         return _direct(self.folder, self._config) if self._as_it_stands else _through_transformers(self.folder)
 
 
-def too_short(available: int, needed: int) -> CorpusError:
-    """The error for a text of ``available`` tokens where ``needed`` are asked for."""
+def too_short(available: str, needed: int) -> CorpusError:
+    """The error for a text of ``available`` tokens (said as a figure) where ``needed`` are asked for."""
     return CorpusError(
-        f"the corpus holds {available:,} tokens and {needed:,} are needed: lower --evaluation-windows, --calibration-windows or "
+        f"the corpus holds {available} tokens and {needed:,} are needed: lower --evaluation-windows, --calibration-windows or "
         "--window, or give a longer --corpus"
     )
 
@@ -139,10 +139,7 @@ def _direct(folder: Path, config: Mapping[str, Any]) -> _Backend:
     named = config.get("bos_token")
     text = named.get("content") if isinstance(named, dict) else named
     bos_id = tokenizer.token_to_id(text) if isinstance(text, str) else None
-    if "add_bos_token" in config or "add_eos_token" in config:  # transformers then rebuilds the post-processor from these
-        adds = bool(config.get("add_bos_token", False)) and bos_id is not None
-    else:
-        adds = bos_id is not None and tokenizer.encode("a").ids[:1] == [bos_id]
+    adds = bos_id is not None and tokenizer.encode("a").ids[:1] == [bos_id]  # transformers ignores add_bos_token for this kind
     return _Backend(lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids), bos_id, adds)
 
 

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from calib.corpora import Corpus
-from calib.tokenizer import TextTokenizer as TextTokenizer
+from calib.tokenizer import TextTokenizer
 from quant.errors import CorpusError, UsageError, WindowsOverlap
 
 Purpose = Literal["calibration", "evaluation"]
@@ -25,7 +24,7 @@ FAR = 200_000  # default first token of the calibration windows
 NGRAM = 13  # tokens; the length by which GPT-3 (Brown et al. 2020, appendix C) looked for test text in training text
 _SHORTEST_NGRAM = 8  # shorter runs are common words, and say nothing about shared text
 _MOST_SHARED = 0.5
-_MULTIPLIER = 0x9E3779B97F4A7C15  # odd and of high order, so that the powers of it are distinct modulo 2^64
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no id is shifted out of the hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ class Windows:
         tail = "" if self.tail is None else f" and a last one of {len(self.tail)}"
         start = "no start token" if self.bos == "none" else "a start token before each"
         return (
-            f"{self.corpus_name}, tokens {self.span[0]:,} to {self.span[1]:,}: {len(self.ids)} windows of {self.length}{tail}, "
+            f"{self.corpus_name}, tokens {self.span[0]:,} to {self.span[1]:,}: {len(self.ids)} x {self.length}{tail}, "
             f"stride {self.stride}, {start}, {self.scored_tokens:,} scored; {self.join}, text {self.corpus_sha256[:12]}"
         )
 
@@ -157,7 +156,7 @@ def check_disjoint(calibration: Windows, evaluation: Windows) -> float:
     Raises WindowsOverlap, with both spans, when the spans meet or when more than half of the n-grams are shared.
     """
     _check_spans(calibration, evaluation)
-    size = min(NGRAM, max(len(row) for row in _rows(evaluation)), max(len(row) for row in _rows(calibration)))
+    size = min(NGRAM, *(max(text.shape[1] for text in _texts(windows)) for windows in (calibration, evaluation)))
     if size < _SHORTEST_NGRAM:
         return 0.0
     wanted = np.unique(_hashes(evaluation, size))
@@ -183,18 +182,23 @@ def _place(windows: Windows) -> str:
     return f"{windows.corpus_name or 'text'} tokens {windows.span[0]:,} to {windows.span[1]:,}"
 
 
-def _rows(windows: Windows) -> list[NDArray[np.int64]]:
-    """The text of each window, without the start token that all windows share."""
-    skip = int(windows.bos == "prefix")
-    return [row[skip:] for row in (*windows.ids, *(() if windows.tail is None else (windows.tail,)))]
+def _texts(windows: Windows) -> list[NDArray[np.int64]]:
+    """``[n, length]`` of the full windows and ``[1, length]`` of the tail, without the start token that all share."""
+    parts = [windows.ids, *(() if windows.tail is None else (windows.tail[None, :],))]
+    return [part[:, int(windows.bos == "prefix") :] for part in parts if len(part)]
 
 
 def _hashes(windows: Windows, size: int) -> NDArray[np.uint64]:
     """One 64-bit polynomial hash for each run of ``size`` ids inside a window: any two runs collide with chance about 2^-64."""
-    powers = np.array([pow(_MULTIPLIER, power, 1 << 64) for power in range(1, size + 1)], dtype=np.uint64)
-    runs = [sliding_window_view(row.astype(np.uint64) + np.uint64(1), size) for row in _rows(windows) if len(row) >= size]
-    hashes: NDArray[np.uint64] = (np.concatenate(runs) * powers).sum(axis=1, dtype=np.uint64)
-    return hashes
+    found = [np.empty(0, dtype=np.uint64)]
+    for text in _texts(windows):
+        width = max(text.shape[1] - size + 1, 0)
+        runs = np.zeros((len(text), width), dtype=np.uint64)
+        for place in range(size):  # in place: eight bytes a run, however long the text
+            runs *= _MULTIPLIER
+            runs += text[:, place : place + width].astype(np.uint64) + np.uint64(1)
+        found.append(runs.reshape(-1))
+    return np.concatenate(found)
 
 
 def _prefix(tokens: Tokens, bos: Literal["auto", "none", "prefix"]) -> tuple[int, ...]:

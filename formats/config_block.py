@@ -77,7 +77,7 @@ def _check_block(block: Any, records: list[TensorRecord]) -> str:
     top = formats.pop() if len(formats) == 1 else "mixed-precision"
     if block["format"] != top:
         raise VerifyError(f"format is {block['format']!r}, expected {top!r}")
-    return f"{METHOD} {top}, {len(groups)} groups, {len(ignore)} ignored"
+    return f"{METHOD} {top}, groups: {len(groups)}, ignored modules: {len(ignore)}"
 
 
 def _check_group(group: Mapping[str, Any], module: str, record: TensorRecord) -> None:

@@ -40,10 +40,9 @@ def allowed_roots(folder: Path) -> tuple[Path, ...]:
     roots = [real]
     repository = real.parent.parent
     if real.parent.name == "snapshots" and repository.name.startswith("models--"):
-        own, shared = repository / "blobs", repository.parent / "blobs"
-        roots += [blobs for blobs in (own, shared) if blobs.is_dir() and not blobs.is_symlink()]
-        if shared in roots and not (shared / _SHARED_STORE_MARKER).is_file():
-            roots.remove(shared)
+        roots.append(repository / "blobs")  # where this is itself a link it matches nothing: real paths are compared
+        if (repository.parent / "blobs" / _SHARED_STORE_MARKER).is_file():
+            roots.append(repository.parent / "blobs")
     return tuple(roots)
 
 

@@ -63,7 +63,7 @@ def verify_folder(folder: Path, *, report: Report | None = None, progress: Progr
     _check_hashes(folder, manifest, total, progress)
     say("hashes", f"{len(manifest.files)} SHA-256")
     stored = _check_headers(folder, manifest)
-    say("headers", f"{len(stored)} stored tensors in {len(manifest.ledger)} weight files")
+    say("headers", f"{len(stored)} stored tensors, weight files: {len(manifest.ledger)}")
     _check_ledger(manifest)
     say(
         "ledger",

@@ -107,7 +107,7 @@ def load_model(folder: Path, dtype: str = "float32", report: Callable[[int, int]
     names = set(skeleton.parameter_names())
     stored = {name: tensor.to(wanted) for name, tensor in artefact.float_tensors()}
     if not set(stored) <= names:
-        return _load_renamed(folder, stored, wanted)
+        return _load_renamed(skeleton, folder, stored, wanted)
     for name, tensor in stored.items():
         skeleton.set(name, tensor)
     _tie(skeleton)
@@ -123,16 +123,12 @@ def _tie(skeleton: Skeleton) -> None:
         head.weight = embedding.weight
 
 
-def _load_renamed(folder: Path, stored: dict[str, Tensor], dtype: torch.dtype) -> Any:
+def _load_renamed(skeleton: Skeleton, folder: Path, stored: dict[str, Tensor], dtype: torch.dtype) -> Any:
     """For architectures whose stored names differ from those in memory (fused experts): transformers converts them itself."""
-    from transformers import AutoModelForCausalLM
-
     config = model_config(folder)
-    convert: Any = AutoModelForCausalLM.from_pretrained
+    convert: Any = type(skeleton.model).from_pretrained  # the class itself: AutoModel asks for a folder or a name
     with quiet_transformers():
-        model, found = convert(
-            None, config=config, state_dict=stored, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
-        )
+        model, found = convert(None, config=config, state_dict=stored, dtype=dtype, output_loading_info=True)
     wrong = [*found["missing_keys"], *found["unexpected_keys"], *(str(key) for key in found["mismatched_keys"])]
     if wrong:
         raise CoverageError(f"{folder}: stored tensors and architecture do not match: {', '.join(wrong[:8])}")

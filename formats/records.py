@@ -224,6 +224,7 @@ class RunRecord(Record):
 
     started_utc: str
     seconds: dict[str, float] = {}
+    quantise_peak_rss_bytes: Count = 0
     peak_rss_bytes: Count = 0
     threads: Count = 0
 

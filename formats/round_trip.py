@@ -33,7 +33,7 @@ def check_codecs(folder: Path, tensors: Iterable[TensorRecord], stored: Mapping[
     for record in samples.values():
         with named("codecs", record.parts[0].file, record.name):
             _check_round_trip(folder, record, stored)
-    return f"{len(samples)} round trips ({', '.join(f'{codec} {scheme}' for codec, scheme in samples) or 'nothing is quantised'})"
+    return "; ".join(f"{codec} {scheme}" for codec, scheme in samples) + " there and back" if samples else "nothing is quantised"
 
 
 def _check_layout(record: TensorRecord) -> None:

@@ -66,7 +66,8 @@ class Skeleton:
         config = model_config(folder)
         with quiet_transformers(), init_empty_weights(include_buffers=False):
             try:
-                self.model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
+                # Attention is left to the library: fused where the architecture allows it, else plain (Gemma 2).
+                self.model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
             except ValueError as error:
                 raise SourceError(
                     f"{folder} is no causal language model that transformers knows: {str(error).splitlines()[0]}"

@@ -61,6 +61,7 @@ class Job:
         self.prepared = prepared
         self.progress = progress
         self.started = datetime.datetime.now(datetime.UTC)
+        self._quantise_peak = 0
         self._notes: list[NoteRecord] = [
             NoteRecord(kind="source", where="config", text=text) for text in prepared.checkpoint.notes
         ]
@@ -73,6 +74,7 @@ class Job:
         source_files = self._hash_source()
         with OutputFolder(request.output, request.force) as folder:
             result, written = self._quantise(folder)
+            self._quantise_peak = peak_rss_bytes()
             files = [
                 FileRecord(name=file.name, nbytes=file.nbytes, sha256=file.sha256, role=cast(Any, file.role)) for file in written
             ]
@@ -205,6 +207,7 @@ class Job:
             run=RunRecord(
                 started_utc=self.started.isoformat(timespec="seconds"),
                 seconds={name: round(seconds, 3) for name, seconds in self.progress.seconds.items()},
+                quantise_peak_rss_bytes=self._quantise_peak,
                 peak_rss_bytes=peak_rss_bytes(),
                 threads=torch.get_num_threads(),
             ),

@@ -42,7 +42,8 @@ def store_scales(scales: Tensor, scheme: Scheme) -> Tensor:
 def block_range(matrix: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
     """Lower and upper end ``[rows, columns]`` (float32) of what each block's grid must reach.
 
-    Symmetric: minus and plus the largest magnitude. ``zp``: the range with 0 included. ``fz``: the plain range.
+    Symmetric: minus and plus the largest magnitude. ``zp``: the range with 0 included. ``fz``: the plain range (with 0 if
+    the block is constant).
     """
     blocks = to_blocks(matrix.float(), scheme)
     if scheme.symmetric:
@@ -50,8 +51,9 @@ def block_range(matrix: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
         return -top, top
     low, high = torch.aminmax(blocks, dim=-1)
     if scheme.zero == "zp":
-        low, high = low.clamp_max(0), high.clamp_min(0)
-    return low, high
+        return low.clamp_max(0), high.clamp_min(0)
+    constant = low == high  # no range to divide: 0 is taken in, or the zero point would overflow
+    return torch.where(constant, low.clamp_max(0), low), torch.where(constant, high.clamp_min(0), high)
 
 
 def scales_from_range(low: Tensor, high: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:

@@ -82,27 +82,30 @@ class _Handler(BaseHTTPRequestHandler):
         if self.hub.hangs:
             self.hub.stopped.wait(60)
             self.close_connection = True
-            return
-        if self.hub.status is not None:
-            return self._answer(self.hub.status, b"{}")
-        if match := _API.fullmatch(path):
-            return self._api(match)
-        if match := _FILE.fullmatch(path):
-            return self._file(match)
-        return self._answer(404, b"{}")
+        elif self.hub.status is not None:
+            self._answer(self.hub.status, b"{}")
+        elif match := _API.fullmatch(path):
+            self._api(match)
+        elif match := _FILE.fullmatch(path):
+            self._file(match)
+        else:
+            self._answer(404, b"{}")
 
     def _find(self, match: re.Match[str]) -> tuple[str, Mapping[str, bytes]] | None:
         """(commit, files), or None after an error has been answered."""
         prefix = "datasets/" if (match["kind"] or "").startswith("datasets") else ""
         repository = self.hub.repositories.get(prefix + match["repo"])
         if repository is None:
-            return self._answer(401, b"{}", {"X-Error-Code": "RepoNotFound"})
+            self._answer(401, b"{}", {"X-Error-Code": "RepoNotFound"})
+            return None
         if repository.gated:
-            return self._answer(403, b"{}", {"X-Error-Code": "GatedRepo"})
+            self._answer(403, b"{}", {"X-Error-Code": "GatedRepo"})
+            return None
         revision = match["revision"] or "main"
         commit = repository.branches.get(revision, revision)
         if commit not in repository.revisions:
-            return self._answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+            self._answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+            return None
         return commit, repository.revisions[commit]
 
     def _api(self, match: re.Match[str]) -> None:
@@ -112,10 +115,11 @@ class _Handler(BaseHTTPRequestHandler):
         commit, files = found
         if match["what"] == "tree":
             tree = [{"type": "file", "path": n, "size": len(d), "oid": blob_id(d)} for n, d in sorted(files.items())]
-            return self._answer(200, json.dumps(tree).encode())
+            self._answer(200, json.dumps(tree).encode())
+            return
         siblings = [{"rfilename": n, "size": len(d), "blobId": blob_id(d)} for n, d in sorted(files.items())]
         info = {"id": match["repo"], "sha": self.hub.claims or commit, "siblings": siblings, "tags": [], "private": False}
-        return self._answer(200, json.dumps(info).encode())
+        self._answer(200, json.dumps(info).encode())
 
     def _file(self, match: re.Match[str]) -> None:
         found = self._find(match)
@@ -124,13 +128,15 @@ class _Handler(BaseHTTPRequestHandler):
         commit, files = found
         data = files.get(match["name"])
         if data is None:
-            return self._answer(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
+            self._answer(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
+            return
         headers = {"ETag": f'"{blob_id(data)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         if part := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             start, stop = int(part[1]), min(int(part[2] or len(data) - 1) + 1, len(data))
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
-            return self._answer(206, data[start:stop], headers)
-        return self._answer(200, data, headers)
+            self._answer(206, data[start:stop], headers)
+        else:
+            self._answer(200, data, headers)
 
     def _answer(self, status: int, data: bytes, headers: Mapping[str, str] | None = None) -> None:
         self.send_response(status)

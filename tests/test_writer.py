@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +194,13 @@ def test_r40_the_tag_is_always_there_and_metadata_is_sorted(tmp_path: Path) -> N
 
 def test_r41_views_slices_and_grids_on_large_buffers_are_written_as_their_values(tmp_path: Path) -> None:
     base = torch.arange(10_000, dtype=torch.float32).reshape(100, 100)
-    views = {"transposed": base[:4, :6].T, "strided": base[::25, ::50], "slice": base[7, 3:9], "same": base[7, 3:9]}
+    views = {
+        "transposed": base[:4, :6].T,
+        "strided": base[::25, ::50],
+        "slice": base[7, 3:9],
+        "same": base[7, 3:9],
+        "step": base[5, ::7],
+    }
     views |= {"leaf": torch.nn.Parameter(base[0, :3].clone()), "grid": base.expand(2, 100, 100)[:, 1, :2]}
     arrays: dict[str, Any] = {"np.transposed": np.arange(12, dtype=np.int32).reshape(3, 4).T, "np.big": np.arange(4, dtype=">f4")}
     groups = [specs((name, "F32", tuple(view.shape))) for name, view in views.items()]
@@ -271,6 +278,15 @@ def test_r18_a_scale_that_is_not_finite_never_reaches_a_file(tmp_path: Path, val
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture
+def private_files() -> Iterator[None]:
+    """A umask under which new files would be for their owner only."""
+    before = os.umask(0o077)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("private_files")
 def test_nothing_has_its_final_name_before_finish_and_then_all_have(tmp_path: Path) -> None:
     groups = [[spec] for spec in specs(("a", "F32", (100,)), ("b", "F32", (100,)))]
     with ShardedWriter(tmp_path, groups, {}, shard_bytes=600) as writer:
@@ -301,6 +317,7 @@ def test_plans_that_make_no_file(groups: Groups, reason: str) -> None:
         plan_shards(groups, {})
 
 
+@pytest.mark.usefixtures("private_files")
 def test_single_files_are_whole_hashed_and_world_readable(tmp_path: Path) -> None:
     data = bytes(range(256)) * 9000
     sha256 = hashlib.sha256(data).hexdigest()
@@ -326,6 +343,9 @@ def test_single_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="gone"):
         write_bytes_atomically(tmp_path / "gone" / "file", b"x")
     (tmp_path / "file").write_text("x")
+    (tmp_path / "folder").mkdir()
     with pytest.raises(OutputError, match="file"):
         copy_file(tmp_path / "file", tmp_path / "file" / "below")
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    with pytest.raises(OutputError, match="folder"):
+        copy_file(tmp_path / "file", tmp_path / "folder")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]

@@ -9,18 +9,21 @@ Everything here is a function of tensors. Who feeds whom, and the folding itself
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from quant.errors import SchemeError
 from quant.qtensor import to_blocks
 from quant.quantizers.rtn import round_to_nearest
 from quant.scales import block_range, encode, scales_from_range
 from quant.scheme import Scheme
 
-RATIOS = 20
+SEARCH_ROWS = 512
+_UNITS = 20  # exponents are multiples of 1/20
+_START = (6, 0)
 CLIP_STEPS = tuple(1 - 0.05 * step for step in range(11))
 
 
@@ -34,10 +37,10 @@ class Consumer:
 
 @dataclass(frozen=True, slots=True)
 class ScaleChoice:
-    """Factors ``[in]`` for the input channels, the exponent that won, and the output error relative to no scaling."""
+    """Factors ``[in]`` for the input channels, the exponents (a, b) that won, and the output error relative to no scaling."""
 
     factors: Tensor
-    ratio: float
+    exponents: tuple[float, float]
     relative_error: float
 
 
@@ -47,16 +50,23 @@ def output_error(change: Tensor, gram: Tensor) -> float:
 
 
 def search_factors(
-    consumers: Sequence[Consumer], gram: Tensor, share: Tensor | None = None, free: Tensor | None = None, ratios: int = RATIOS
+    consumers: Sequence[Consumer],
+    gram: Tensor,
+    share: Tensor | None = None,
+    free: Tensor | None = None,
+    rows: int = SEARCH_ROWS,
 ) -> ScaleChoice:
     """Find the input-channel factors that minimise the summed output error of all consumers after rounding.
+
+    The factors are activation^a / weight^b with the root mean square of each channel's activation and its largest weight; a and b
+    are found by a pattern search (the error has one valley in each), in steps of 0.1 and then 0.05.
 
     Args:
         consumers: matrices that read the same input, with their schemes.
         gram: X^T X of that input, float32 ``[in, in]``.
         share: optional int64 ``[in]``: channels with equal entries must get equal factors (grouped queries share a value channel).
         free: optional bool ``[in]``: channels that may be scaled at all; the others keep factor 1.
-        ratios: number of exponents tried between 0 (no scaling) and 1, for each of two shapes of the factor.
+        rows: the error is measured on about this many evenly spaced output rows.
 
     Returns:
         The best factors; all 1 when nothing beats plain rounding. Always finite and above zero: a channel without
@@ -68,26 +78,46 @@ def search_factors(
     if free is not None:
         alive &= free
     if share is not None:
-        activation, weight, alive = (_pool(value, share) for value in (activation, weight, alive.float()))
-        alive = alive > 1 - 1e-6
-    best = ScaleChoice(torch.ones_like(activation), 0.0, 1.0)
+        activation, weight, dead = (_pool(value, share) for value in (activation, weight, (~alive).float()))
+        alive = dead == 0
+    ones = torch.ones_like(activation)
     if not bool(alive.any()):
-        return best
-    plain = _rounding_error(consumers, gram, best.factors)
+        return ScaleChoice(ones, (0.0, 0.0), 1.0)
+    sample = _sampled(consumers, rows)
+    plain = _rounding_error(sample, gram, ones)
     if plain <= 0:
-        return best
-    lowest = plain
-    for step in range(1, ratios + 1):
-        ratio = step / ratios
-        for balance in (0.0, 1.0 - ratio):
-            factors = _factors(activation, weight, alive, ratio, balance)
-            error = _rounding_error(consumers, gram, factors)
-            if error < lowest:
-                lowest = error
-                best = ScaleChoice(factors, ratio, error / plain)
-            if ratio == 1.0:
-                break
-    return best
+        return ScaleChoice(ones, (0.0, 0.0), 1.0)
+    tried: dict[tuple[int, int], float] = {(0, 0): plain}
+
+    def error(point: tuple[int, int]) -> float:
+        if point not in tried:
+            inside = all(0 <= value <= _UNITS for value in point)
+            factors = _factors(activation, weight, alive, point)
+            tried[point] = _rounding_error(sample, gram, factors) if inside else float("inf")
+        return tried[point]
+
+    _descend(error, _START)
+    best = min(tried, key=lambda point: (tried[point], point))
+    factors = ones if best == (0, 0) else _factors(activation, weight, alive, best)
+    return ScaleChoice(factors, (best[0] / _UNITS, best[1] / _UNITS), tried[best] / plain)
+
+
+def _descend(error: Callable[[tuple[int, int]], float], start: tuple[int, int]) -> None:
+    """Pattern search over exponents in units of 1/20: go to a better neighbour while there is one, then halve the step."""
+    here = start
+    for step in (2, 1):
+        moved = True
+        while moved:
+            around = [(here[0] + step, here[1]), (here[0] - step, here[1]), (here[0], here[1] + step), (here[0], here[1] - step)]
+            best = min(around, key=lambda point: (error(point), point))
+            moved = error(best) < error(here)
+            here = best if moved else here
+
+
+def _sampled(consumers: Sequence[Consumer], rows: int) -> list[Consumer]:
+    """Every n-th output row of each consumer, about ``rows`` in all; matrices with one scale for all rows stay whole."""
+    stride = max(1, sum(c.matrix.shape[0] for c in consumers) // rows)
+    return [c if c.scheme.blocks == "tensor" else Consumer(c.matrix[::stride].contiguous(), c.scheme) for c in consumers]
 
 
 def search_clipping(matrix: Tensor, scheme: Scheme, gram: Tensor, steps: Sequence[float] = CLIP_STEPS) -> Tensor:
@@ -132,18 +162,23 @@ def _block_grams(gram: Tensor, scheme: Scheme) -> Tensor:
     return torch.stack([padded[i * size : (i + 1) * size, i * size : (i + 1) * size] for i in range(count)])
 
 
-def _factors(activation: Tensor, weight: Tensor, alive: Tensor, ratio: float, balance: float) -> Tensor:
-    """activation^ratio / weight^balance on live channels, centred so that the largest times the smallest is 1; 1 elsewhere."""
-    raw = activation.clamp_min(1e-30).log() * ratio - weight.clamp_min(1e-30).log() * balance
+def _factors(activation: Tensor, weight: Tensor, alive: Tensor, point: tuple[int, int]) -> Tensor:
+    """activation^a / weight^b on live channels, centred so that the largest times the smallest is 1; 1 elsewhere."""
+    a, b = point[0] / _UNITS, point[1] / _UNITS
+    raw = activation.clamp_min(1e-30).log() * a - weight.clamp_min(1e-30).log() * b
     live = raw[alive]
     raw = (raw - (live.max() + live.min()) / 2).clamp(-16, 16)
     return torch.where(alive, raw.exp(), torch.ones_like(raw))
 
 
 def _rounding_error(consumers: Sequence[Consumer], gram: Tensor, factors: Tensor) -> float:
+    """Summed output error of the rounded consumers; infinite where the stored scale type cannot hold the scaled matrix."""
     total = 0.0
     for consumer in consumers:
-        rounded = round_to_nearest(consumer.matrix * factors, consumer.scheme).dequantise()
+        try:
+            rounded = round_to_nearest(consumer.matrix * factors, consumer.scheme).dequantise()
+        except SchemeError:
+            return float("inf")
         total += output_error(rounded / factors - consumer.matrix, gram)
     return total
 
@@ -151,6 +186,6 @@ def _rounding_error(consumers: Sequence[Consumer], gram: Tensor, factors: Tensor
 def _pool(values: Tensor, share: Tensor) -> Tensor:
     """Mean of ``values`` over channels with equal ``share``, spread back over them."""
     count = int(share.max()) + 1
-    total = torch.zeros(count, dtype=values.dtype).index_add_(0, share, values)
-    number = torch.zeros(count, dtype=values.dtype).index_add_(0, share, torch.ones_like(values))
+    total = torch.zeros(count, dtype=values.dtype, device=values.device).index_add_(0, share, values)
+    number = torch.zeros(count, dtype=values.dtype, device=values.device).index_add_(0, share, torch.ones_like(values))
     return (total / number.clamp_min(1))[share]

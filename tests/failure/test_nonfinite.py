@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from formats.checkpoint import Checkpoint
+from formats.finite import read_exactly
 from quant.errors import NonFiniteTensor
 from tests.failure.damage import poke, write_folder
 
@@ -37,6 +41,20 @@ def test_the_tensor_the_index_and_the_file_are_named(
     with pytest.raises(NonFiniteTensor) as refusal:
         checkpoint.check_finite()
     assert f"tensor {name} has {kind} at index {list(index)} in {info.file}" in str(refusal.value)
+
+
+class Dribble(io.BytesIO):
+    """A file that gives three bytes at a time, as a network file system may."""
+
+    def readinto(self, into: Any) -> int:
+        return super().readinto(memoryview(into)[:3])
+
+
+def test_short_reads_are_put_together(tmp_path: Path) -> None:
+    info = next(iter(Checkpoint.open(write_folder(tmp_path / "model")).tensors.values()))
+    into = np.zeros(16, np.uint8)
+    read_exactly(Dribble(bytes(range(16))), into, info)
+    assert into.tolist() == list(range(16))
 
 
 @pytest.mark.parametrize("row", [0, 261, 262, 299])
