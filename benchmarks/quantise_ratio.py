@@ -1,8 +1,8 @@
 """Wall time of ``rtn`` and ``awq`` over one float forward pass of the calibration tokens, in one run, and their peak memory.
 
-Each command runs in a process of its own, imports, reading, hashing and writing included, evaluation not. The forward pass (decoder
-only, float32, the same batches) is timed before, between and after, and its median is the denominator, so that a machine whose speed
-drifts hurts both alike. Aims: rtn at most 1.5, awq at most 6.
+Each command runs in a process of its own, imports, reading, hashing and writing included, evaluation not. The forward pass
+(decoder only, float32, the same batches) is timed before, between and after, and its median is the denominator, so that a
+machine whose speed drifts hurts both alike. Aims: rtn at most 1.5, awq at most 6.
 """
 
 from __future__ import annotations
@@ -112,15 +112,14 @@ def main() -> None:
         runs[method] = timed_run(method, options.model, options.corpus, options.windows, options.length, options.batch)
         forwards.append(timed_forward(shared))
     unit = statistics.median(forwards)
-    print(
-        f"float forward pass of {options.windows} x {options.length} tokens: {', '.join(f'{f:.1f}' for f in forwards)} s, median {unit:.1f} s"
-    )
+    times = ", ".join(f"{seconds:.1f}" for seconds in forwards)
+    print(f"float forward pass of {options.windows} x {options.length} tokens: {times} s, median {unit:.1f} s")
     for method, (seconds, manifest) in runs.items():
         size = sum(file["nbytes"] for file in manifest["source"]["files"] if file["name"].endswith(".safetensors"))
         peak, quantising = manifest["run"]["peak_rss_bytes"], manifest["run"]["quantise_peak_rss_bytes"]
         print(
-            f"{method}: {seconds:.1f} s = {seconds / unit:.2f} forward passes (aim {AIMS[method]}); peak memory {quantising / 1e9:.2f} GB "
-            f"while quantising, {peak / 1e9:.2f} GB with evaluation, checkpoint {size / 1e9:.2f} GB"
+            f"{method}: {seconds:.1f} s = {seconds / unit:.2f} forward passes (aim {AIMS[method]}); peak memory "
+            f"{quantising / 1e9:.2f} GB while quantising, {peak / 1e9:.2f} GB with evaluation, checkpoint {size / 1e9:.2f} GB"
         )
 
 

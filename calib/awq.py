@@ -1,8 +1,8 @@
 """AWQ on one decoder block: gather evidence, search and fold the scaling of every feed group, choose the clipping.
 
-The order follows the data: all evidence is gathered in one pass through the float block (its inputs come from the quantised blocks
-before it), then the groups are scaled from the last to the first, so that a producer which is itself a consumer of an earlier group
-(v_proj, up_proj) has its final rows when its own input channels are searched.
+The order follows the data: all evidence is gathered in one pass through the float block (its inputs come from the quantised
+blocks before it), then the groups are scaled from the last to the first, so that a producer which is itself a consumer of an
+earlier group (v_proj, up_proj) has its final rows when its own input channels are searched.
 """
 
 from __future__ import annotations

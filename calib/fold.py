@@ -32,8 +32,8 @@ def fold_candidates(
 ) -> list[Folded]:
     """The ways in which ``factors`` ``[in]`` could move into the group's producer, most common first.
 
-    A normalisation may multiply by its weight or by one plus its weight. Kept parameters are rounded to the type they are stored in
-    and the factors recomputed from the rounded values, so that rounding costs no accuracy at all.
+    A normalisation may multiply by its weight or by one plus its weight. Kept parameters are rounded to the type they are
+    stored in and the factors recomputed from the rounded values, so that rounding costs no accuracy at all.
     """
     if isinstance(group.producer, FromNorm):
         both = [_into_norm(weights, group, group.producer, factors, dtypes, offset) for offset in (0.0, 1.0)]
@@ -116,5 +116,5 @@ def fold_verified(
             return candidate.factors, []
         worst = min(worst, difference)
         apply({name: weights[name] for name in candidate.changed})
-    text = f"{place}: folding the factors changes the block's float output by {worst:.1e} of its norm (allowed {TOLERANCE:.0e}); undone"
-    return None, [Note("fold-undone", text)]
+    change = f"changes the block's float output by {worst:.1e} of its norm (allowed {TOLERANCE:.0e})"
+    return None, [Note("fold-undone", f"{place}: folding the factors {change}; undone")]

@@ -1,9 +1,9 @@
 """Graph: who feeds whom inside one decoder block, found by running it.
 
-Matrices that read the same input are those whose input is the *same tensor object* in one traced batch. What produces that input
-is a normalisation whose output is that very tensor, or an earlier matrix whose output channels reach the input channels one to one:
-this is probed by multiplying each output channel by a number of its own and looking for these numbers in the input. No table of
-module names is consulted, and grouped queries, gates and fused projections need no special case.
+Matrices that read the same input are those whose input is the *same tensor object* in one traced batch. What produces that
+input is a normalisation whose output is that very tensor, or an earlier matrix whose output channels reach the input channels
+one to one: this is probed by multiplying each output channel by a number of its own and looking for these numbers in the
+input. No table of module names is consulted, and grouped queries and gates need no special case.
 """
 
 from __future__ import annotations

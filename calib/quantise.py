@@ -53,8 +53,9 @@ class TensorSink:
         parts = get_codec(plan.fate.codec).pack(qtensor)
         for spec in plan.stored:
             self._writer.put(spec.name, parts[spec.name.rpartition(".")[2]])
-        change = (qtensor.dequantise() - reference).norm() / reference.norm().clamp_min(1e-30)
-        self._add(plan, "quantised", relative_error=float(change), notes=[note.text for note in notes])
+        # Summed in float64: the squares of finite weights need not be finite in float32.
+        change = _norm(qtensor.dequantise() - reference) / max(_norm(reference), 1e-300)
+        self._add(plan, "quantised", relative_error=change, notes=[note.text for note in notes])
 
     def kept(self, plan: TensorPlan, value: Tensor, folded: bool = False) -> None:
         reason = plan.fate.reason if isinstance(plan.fate, Keep) else ""
@@ -100,6 +101,10 @@ class TensorSink:
                 notes=list(notes),
             )
         )
+
+
+def _norm(matrix: Tensor) -> float:
+    return float(torch.linalg.vector_norm(matrix, dtype=torch.float64))
 
 
 @torch.no_grad()
@@ -230,14 +235,14 @@ class BlockwiseDriver:
         return after
 
     def _put(self, plan: TensorPlan, name: str, scaled: ScaledBlock, schemes: Mapping[str, Scheme]) -> None:
-        value = scaled.weights[name]
         if name in schemes:
+            value = scaled.weights[name]
             with naming(plan.name):
                 qtensor = round_to_nearest(value, schemes[name], scaled.shrink.get(name))
             self.sink.quantised(plan, qtensor, value)
             self.runner.skeleton.set(plan.name, qtensor.dequantise())
         elif name in scaled.folded:
-            self.sink.kept(plan, value, folded=True)
+            self.sink.kept(plan, scaled.weights[name], folded=True)
         else:
             self.sink.kept(plan, self.checkpoint.tensor(plan.name))
 

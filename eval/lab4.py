@@ -113,7 +113,7 @@ def _replace(layer: torch.nn.Module, original: torch.Tensor, scheme: Scheme) -> 
 
 
 def misses(lab: Lab4, baseline: float, results: list[LabResult], published: bool) -> list[str]:
-    """Sentences on every figure that is not what it should be: the published ones on the published model, else the embedded ones."""
+    """Sentences on every figure that is not as expected: the published ones on the published model, else the embedded ones."""
     expected = lab.published_float if published else lab.embedded_float
     found = (
         [] if abs(baseline - expected) <= lab.float_tolerance else [f"float perplexity {baseline:.4f}, expected {expected:.4f}"]

@@ -1,8 +1,8 @@
 """Fates: what becomes of every tensor of a checkpoint, decided from its headers alone.
 
-``Quantise`` (scheme, quantiser, codec), ``Keep`` (with a reason) or ``Alias`` (the bytes are those of another tensor). A rule is a
-pattern over module names with a fate; the first that matches decides. All problems of a plan are collected and told at once.
-No torch is imported here.
+``Quantise`` (scheme, quantiser, codec), ``Keep`` (with a reason) or ``Alias`` (the bytes are those of another tensor). A rule
+is a pattern over module names with a fate; the first that matches decides. All problems of a plan are collected and told at
+once. No torch is imported here.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ def plan_fates(checkpoint: Checkpoint, rules: Sequence[Rule]) -> tuple[TensorPla
     kind = checkpoint.config.get("model_type")
     if kind in _TRANSPOSED:
         raise SourceError(
-            f"{checkpoint.folder} is a {kind} model, whose matrices are stored transposed ({_TRANSPOSED[str(kind)]}): not supported yet"
+            f"{checkpoint.folder} is a {kind} model, whose matrices are stored transposed ({_TRANSPOSED[str(kind)]}): "
+            "not supported yet"
         )
     names = frozenset(checkpoint.tensors)
     tied = tied_head(checkpoint)

@@ -1,7 +1,7 @@
 """Read an artefact back from its own files: quantised matrices, or a whole transformers model in float.
 
-What a module is stored as comes from ``quantization_config``, matched as an engine matches it, never from the manifest: this reader
-must see what an engine will see.
+What a module is stored as comes from ``quantization_config``, matched as an engine matches it, never from the manifest: this
+reader must see what an engine will see.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run shows a person: the plan of a dry run, and the table at the end. Every figure comes from the plan or the manifest."""
+"""What a run shows a person: the plan of a dry run, and the table at the end; all figures come from the plan or the manifest."""
 
 from __future__ import annotations
 
@@ -130,7 +130,8 @@ def _result_table(prepared: Prepared, manifest: Manifest) -> Table:
         )
     table.add_row(
         "bits per weight",
-        f"{bits.quantised:.4f} quantised matrices ({bits.quantised_elements:,}), {bits.whole_file:.4f} whole file ({bits.all_elements:,})",
+        f"{bits.quantised:.4f} quantised matrices ({bits.quantised_elements:,}), "
+        f"{bits.whole_file:.4f} whole file ({bits.all_elements:,})",
     )
     table.add_row("weight files", f"{_size(total)}, {total / source_bytes:.1%} of the source's {_size(source_bytes)}")
     for measurement in manifest.measurements:
@@ -164,7 +165,8 @@ def _value(measurement: MeasurementRecord) -> str:
 def _card_table(manifest: Manifest) -> Table:
     first = manifest.cards[0]["assumptions"]
     assert isinstance(first, dict)
-    title = f"What {sum(line.total_bytes for line in manifest.ledger):,} bytes mean for {first['prompt_tokens']} tokens in, {first['output_tokens']} out"
+    total = sum(line.total_bytes for line in manifest.ledger)
+    title = f"What {total:,} bytes mean for {first['prompt_tokens']} tokens in, {first['output_tokens']} out"
     table = Table(
         "card",
         "requests",

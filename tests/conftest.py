@@ -10,7 +10,7 @@ import importlib.metadata
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -107,6 +107,14 @@ def shared_folder() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no reference data at {folder}: set BITLEDGER_SHARED")
     return folder
+
+
+@pytest.fixture
+def private_files() -> Iterator[None]:
+    """A umask under which new files would be for their owner only."""
+    before = os.umask(0o077)
+    yield
+    os.umask(before)
 
 
 def make_tiny_model(name: str) -> PreTrainedModel:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +22,8 @@ from safetensors.torch import load_file
 
 from formats.checkpoint import TORCH_DTYPES, Checkpoint, read_header
 from formats.header import DTYPE_BITS
-from formats.writer import (
-    ShardedWriter,
-    TensorSpec,
-    WrittenFile,
-    copy_file,
-    hash_file,
-    plan_index,
-    plan_shards,
-    write_bytes_atomically,
-)
-from quant.errors import CoverageError, NonFiniteTensor, OutputError, SourceError
+from formats.writer import ShardedWriter, TensorSpec, WrittenFile, copy_file, hash_file, plan_index, plan_shards
+from quant.errors import CoverageError, NonFiniteTensor, OutputError
 
 Groups = list[list[TensorSpec]]
 
@@ -278,14 +268,6 @@ def test_r18_a_scale_that_is_not_finite_never_reaches_a_file(tmp_path: Path, val
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture
-def private_files() -> Iterator[None]:
-    """A umask under which new files would be for their owner only."""
-    before = os.umask(0o077)
-    yield
-    os.umask(before)
-
-
 @pytest.mark.usefixtures("private_files")
 def test_nothing_has_its_final_name_before_finish_and_then_all_have(tmp_path: Path) -> None:
     groups = [[spec] for spec in specs(("a", "F32", (100,)), ("b", "F32", (100,)))]
@@ -315,37 +297,3 @@ def test_leaving_without_finish_leaves_nothing(tmp_path: Path) -> None:
 def test_plans_that_make_no_file(groups: Groups, reason: str) -> None:
     with pytest.raises(CoverageError, match=reason):
         plan_shards(groups, {})
-
-
-@pytest.mark.usefixtures("private_files")
-def test_single_files_are_whole_hashed_and_world_readable(tmp_path: Path) -> None:
-    data = bytes(range(256)) * 9000
-    sha256 = hashlib.sha256(data).hexdigest()
-    path = tmp_path / "manifest.json"
-    path.write_text("old")
-    assert write_bytes_atomically(path, data) == sha256
-    assert hash_file(path) == (len(data), sha256)
-    (tmp_path / "link").symlink_to(path)
-    path.chmod(0o600)
-    assert copy_file(tmp_path / "link", tmp_path / "sub" / "deep" / "copy") == (len(data), sha256)
-    copy = tmp_path / "sub" / "deep" / "copy"
-    assert copy.read_bytes() == data
-    assert not copy.is_symlink()
-    assert stat.S_IMODE(copy.stat().st_mode) == 0o644
-    assert [p.name for p in copy.parent.iterdir()] == ["copy"]
-
-
-def test_single_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="nothing"):
-        copy_file(tmp_path / "nothing", tmp_path / "out")
-    with pytest.raises(SourceError, match="nothing"):
-        hash_file(tmp_path / "nothing")
-    with pytest.raises(OutputError, match="gone"):
-        write_bytes_atomically(tmp_path / "gone" / "file", b"x")
-    (tmp_path / "file").write_text("x")
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(OutputError, match="file"):
-        copy_file(tmp_path / "file", tmp_path / "file" / "below")
-    with pytest.raises(OutputError, match="folder"):
-        copy_file(tmp_path / "file", tmp_path / "folder")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]

@@ -64,7 +64,8 @@ def search_factors(
     Args:
         consumers: matrices that read the same input, with their schemes.
         gram: X^T X of that input, float32 ``[in, in]``.
-        share: optional int64 ``[in]``: channels with equal entries must get equal factors (grouped queries share a value channel).
+        share: optional int64 ``[in]``: channels with equal entries must get equal factors (grouped queries share one value
+            channel).
         free: optional bool ``[in]``: channels that may be scaled at all; the others keep factor 1.
         rows: the error is measured on about this many evenly spaced output rows.
 
@@ -85,7 +86,7 @@ def search_factors(
         return ScaleChoice(ones, (0.0, 0.0), 1.0)
     sample = _sampled(consumers, rows)
     plain = _rounding_error(sample, gram, ones)
-    if plain <= 0:
+    if not 0 < plain < float("inf"):
         return ScaleChoice(ones, (0.0, 0.0), 1.0)
     tried: dict[tuple[int, int], float] = {(0, 0): plain}
 
