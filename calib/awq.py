@@ -17,6 +17,7 @@ from calib.capture import BlockInputs, BlockRunner
 from calib.evidence import Evidence
 from calib.fold import Weights, fold_verified
 from calib.graph import FeedGroup, FromLinear
+from quant.errors import SchemeError
 from quant.quantizer import Note
 from quant.scheme import Scheme
 from quant.transforms.awq import Consumer, ScaleChoice, search_clipping, search_factors
@@ -38,6 +39,20 @@ class ScaledBlock:
     folded: set[str] = field(default_factory=set)
     choices: dict[str, ScaleChoice] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
+
+
+class naming:
+    """Puts the tensor's name before the sentence of a SchemeError raised inside: quantisers know no names."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, SchemeError):
+            raise SchemeError(f"{self.name}: {error}") from error
 
 
 class AwqBlock:
@@ -97,7 +112,7 @@ class AwqBlock:
         block.folded = {name for name, value in before.items() if not torch.equal(value, block.weights[name])}
         if self.clip:
             for group in wanted:
-                self._clip(block, group, evidence[group.consumers[0]], schemes)
+                self._clip(block, group, evidence[group.consumers[0]], schemes, prefix)
         return block
 
     def _factors(
@@ -123,8 +138,11 @@ class AwqBlock:
         block.choices[name] = choice
         return None if choice.exponents == (0.0, 0.0) else choice.factors
 
-    def _clip(self, block: ScaledBlock, group: FeedGroup, found: Evidence, schemes: Mapping[str, Scheme]) -> None:
+    def _clip(
+        self, block: ScaledBlock, group: FeedGroup, found: Evidence, schemes: Mapping[str, Scheme], prefix: str
+    ) -> None:
         for consumer in group.consumers:
             name = f"{consumer}.weight"
             if name in schemes:
-                block.shrink[name] = search_clipping(block.weights[name], schemes[name], found.gram)
+                with naming(prefix + name):
+                    block.shrink[name] = search_clipping(block.weights[name], schemes[name], found.gram)

@@ -142,7 +142,11 @@ class BlockRunner:
         return BlockInputs(after, inputs.calls)
 
     def gather(self, index: int, modules: Sequence[str], inputs: BlockInputs) -> dict[str, Evidence]:
-        """Evidence on the inputs of the named modules (names inside the block) over all windows."""
+        """Evidence on the inputs of the named modules (names inside the block) over all windows.
+
+        Raises:
+            NonFiniteTensor: an input, or a sum of its products, that is not finite; the block before had finite outputs.
+        """
         found: dict[str, Evidence] = {}
 
         def watch(name: str, value: Tensor) -> None:
@@ -152,6 +156,12 @@ class BlockRunner:
         with watching_inputs(self.block(index), modules, watch):
             for hidden in inputs.hidden:
                 self.forward(index, hidden, inputs)
+        for name, evidence in found.items():
+            if not bool(torch.isfinite(evidence.gram).all()):
+                raise NonFiniteTensor(
+                    f"inputs of {self.skeleton.blocks_name}.{index}.{name} are not finite: nothing is calibrated on them; "
+                    "check the source weights of this block"
+                )
         return found
 
 

@@ -11,12 +11,12 @@ from formats.checkpoint import Checkpoint
 from formats.fates import Quantise, TensorPlan
 
 # Python with torch and transformers imported, and the allocator's slack; measured on Linux with torch 2.13.
-INTERPRETER_BYTES = 700_000_000
+INTERPRETER_BYTES = 420_000_000
 FLOAT = 4
 # Float copies of the largest matrix while a candidate is rounded and scored.
 SEARCH_COPIES = 8
-# Float copies of the logits while a loss is computed (logits, their float copy, log-softmax).
-LOGIT_COPIES = 3
+# Float copies of the logits while a loss is computed (logits and log-softmax).
+LOGIT_COPIES = 2
 # Tensors as wide as the widest layer that one block's forward pass holds at once.
 LIVE_ACTIVATIONS = 5
 

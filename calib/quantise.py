@@ -12,7 +12,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from calib.awq import AwqBlock, ScaledBlock
+from calib.awq import AwqBlock, ScaledBlock, naming
 from calib.capture import BlockInputs, BlockRunner
 from calib.graph import FeedGroup, trace_groups
 from formats.checkpoint import TORCH_DTYPES, Checkpoint
@@ -21,7 +21,7 @@ from formats.fates import Alias, Keep, Quantise, TensorPlan
 from formats.records import PartRecord, Role, TensorRecord, stored_bits_per_weight
 from formats.skeleton import Skeleton
 from formats.writer import ShardedWriter
-from quant.errors import SchemeError, SourceError
+from quant.errors import SourceError
 from quant.qtensor import QTensor
 from quant.quantizer import Note, get_quantizer
 from quant.quantizers.rtn import round_to_nearest
@@ -130,20 +130,6 @@ def _put_alone(checkpoint: Checkpoint, plan: TensorPlan, sink: TensorSink) -> No
         with naming(plan.name):
             outcome = get_quantizer(plan.fate.quantizer)(matrix, plan.fate.scheme, None)
         sink.quantised(plan, outcome.qtensor, matrix, outcome.notes)
-
-
-class naming:
-    """Puts the tensor's name before the sentence of a SchemeError raised inside: quantisers know no names."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, SchemeError):
-            raise SchemeError(f"{self.name}: {error}") from error
 
 
 def check_architecture(skeleton: Skeleton, plans: Sequence[TensorPlan]) -> None:

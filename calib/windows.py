@@ -1,16 +1,19 @@
 """Windows of token ids: which tokens of which text are measured, calibrated on, and provably not both.
 
-The convention is the source text's: windows do not overlap, a window of ``length`` tokens makes ``length - 1`` predictions,
-evaluation starts at token 0 and calibration far behind it. A start token is a policy, taken from the tokenizer unless told: with
-``prefix`` every window, the last one too, is the start token and ``length - 1`` tokens of text, so that float and quantised runs
-cannot differ in it. Every choice enters the digest.
+By default the convention is the source text's: windows do not overlap, a window of ``length`` tokens makes ``length - 1``
+predictions, evaluation starts at token 0 and calibration far behind it; ``calib.conventions`` names other ones. A start token is a
+policy, taken from the tokenizer unless told, so that float and quantised runs cannot differ in it. Every choice enters the digest.
+
+``prefix``: every window, the last one too, is the start token and ``length - 1`` tokens of text. ``once``: one start token before
+the whole text, which is then cut, as in the GPTQ repository. ``overwrite``: the same, and then the first token of each window is
+replaced by the start token, as in llama.cpp; one token of text in ``length`` is never seen.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +23,18 @@ from calib.tokenizer import TextTokenizer
 from quant.errors import CorpusError, UsageError, WindowsOverlap
 
 Purpose = Literal["calibration", "evaluation"]
+Bos = Literal["auto", "none", "prefix", "once", "overwrite"]
+BOS_CHOICES: tuple[Bos, ...] = get_args(Bos)
 FAR = 200_000  # default first token of the calibration windows
 NGRAM = 13  # tokens; the length by which GPT-3 (Brown et al. 2020, appendix C) looked for test text in training text
 _SHORTEST_NGRAM = 8  # shorter runs are common words, and say nothing about shared text
 _MOST_SHARED = 0.5
+_START_TOKENS = {
+    "none": "no start token",
+    "prefix": "a start token before each",
+    "once": "one start token before the text",
+    "overwrite": "a start token in place of each one's first token",
+}
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no id is shifted out of the hash
 
 
@@ -45,12 +56,13 @@ class Windows:
     """Windows of one text.
 
     Attributes:
-        ids: ``[n, length]`` int64; with ``bos == "prefix"`` column 0 is the start token.
+        ids: ``[n, length]`` int64; with ``prefix`` and ``overwrite`` column 0 is the start token.
         span: tokens of the text that were taken, half open, the tail included.
         length, stride: tokens per window, and tokens of text from one window to the next (``length - 1`` with a prefix).
-        bos: ``none`` or ``prefix``.
-        digest: SHA-256 over all ids, their shape, the stride and the start token policy.
+        bos: ``none``, ``prefix``, ``once`` or ``overwrite``.
+        digest: SHA-256 over all ids, their shape, the stride, the start token policy and ``first_scored`` where it is not 1.
         tail: the short last window ``[< length]``, only where all of the text was asked for.
+        first_scored: position in each window of the first token whose prediction counts.
     """
 
     ids: NDArray[np.int64]
@@ -65,19 +77,22 @@ class Windows:
     tail: NDArray[np.int64] | None = None
     corpus_name: str = ""
     join: str = ""
+    first_scored: int = 1
 
     @property
     def scored_tokens(self) -> int:
-        """Predictions over all windows: the first token of each is never predicted."""
-        return len(self.ids) * (self.length - 1) + (0 if self.tail is None else len(self.tail) - 1)
+        """Predictions over all windows that count: those of the tokens from ``first_scored`` on."""
+        short = 0 if self.tail is None else len(self.tail) - self.first_scored
+        return len(self.ids) * (self.length - self.first_scored) + short
 
     def describe(self) -> str:
         """One line with all that a perplexity on these windows depends on."""
         tail = "" if self.tail is None else f" and a last one of {len(self.tail)}"
-        start = "no start token" if self.bos == "none" else "a start token before each"
+        behind = "" if self.first_scored == 1 else f", those from position {self.first_scored} of each on"
         return (
             f"{self.corpus_name}, tokens {self.span[0]:,} to {self.span[1]:,}: {len(self.ids)} x {self.length}{tail}, "
-            f"stride {self.stride}, {start}, {self.scored_tokens:,} scored; {self.join}, text {self.corpus_sha256[:12]}"
+            f"stride {self.stride}, {_START_TOKENS[self.bos]}, {self.scored_tokens:,} scored{behind}; {self.join}, "
+            f"text {self.corpus_sha256[:12]}"
         )
 
 
@@ -88,28 +103,34 @@ def tokenise(corpus: Corpus, tokenizer: TextTokenizer, *, at_least: int = 0) -> 
 
 
 def evaluation_windows(
-    tokens: Tokens, *, count: int | Literal["all"], length: int, start: int = 0, bos: Literal["auto", "none", "prefix"] = "auto"
+    tokens: Tokens,
+    *,
+    count: int | Literal["all"],
+    length: int,
+    start: int = 0,
+    bos: Bos = "auto",
+    first_scored: int = 1,
+    tail: bool = True,
 ) -> Windows:
-    """``count`` windows from token ``start``; "all" takes the whole text, its short end as one short window.
+    """``count`` windows from token ``start``; "all" takes the whole text, with ``tail`` its short end as one short window.
 
     Raises UsageError for counts and lengths that make no window, CorpusError when the text has too few tokens.
     """
+    cut = _Cut(length, start, _policy(tokens, bos), "evaluation", first_scored)
+    cut.check(1 if count == "all" else count)
     if count != "all":
-        return _cut(tokens, count, length, start, _prefix(tokens, bos), "evaluation")
-    _check(1, length, start)
-    prefix = _prefix(tokens, bos)
-    stride = length - len(prefix)
+        return _full_windows(tokens, count, cut)
     available = max(len(tokens.ids) - start, 0)
-    full, rest = divmod(available, stride)
-    tail = None
-    if rest and rest + len(prefix) >= 2:  # a lone token predicts nothing and is left out
-        tail = np.array([*prefix, *tokens.ids[len(tokens.ids) - rest :]], dtype=np.int64)
-    if not full and tail is None:
+    full, rest = divmod(available + cut.lead, cut.width)
+    # a short end whose tokens are all before the first scored one measures nothing and is left out
+    short = rest + cut.prefix if tail and rest + cut.prefix > first_scored else 0
+    if not full and not short:
+        needed, what = (first_scored + 1, "a prediction") if tail else (length, "a window")
         raise CorpusError(
-            f"{tokens.corpus_name} holds {available:,} tokens from token {start:,} on, and a prediction needs {2 - len(prefix)}: "
-            "give a longer --corpus"
+            f"{tokens.corpus_name} holds {available:,} tokens from token {start:,} on, and {what} needs "
+            f"{needed - cut.prefix - cut.lead}: give a longer --corpus"
         )
-    return _make(tokens, full, length, start, prefix, tail, "evaluation")
+    return _make(tokens, full, short, cut)
 
 
 def calibration_windows(
@@ -119,7 +140,7 @@ def calibration_windows(
     length: int,
     start: int | None = None,
     evaluation: Windows | None = None,
-    bos: Literal["auto", "none", "prefix"] = "auto",
+    bos: Bos = "auto",
 ) -> Windows:
     """``count`` windows from token 200,000, or from as far behind as the text reaches, or from ``start``.
 
@@ -128,9 +149,9 @@ def calibration_windows(
         CorpusError: the text has too few tokens, those of ``evaluation`` on the same text not counted.
         WindowsOverlap: ``start`` leads into the tokens of ``evaluation``.
     """
-    prefix = _prefix(tokens, bos)
-    _check(count, length, start or 0)
-    needed = count * (length - len(prefix))
+    cut = _Cut(length, start or 0, _policy(tokens, bos), "calibration", first_scored=1)
+    cut.check(count)
+    needed = cut.text_tokens(count)
     if start is None:
         same = evaluation is not None and evaluation.corpus_sha256 == tokens.corpus_sha256
         taken = evaluation.span[1] if evaluation is not None and same else 0
@@ -142,7 +163,7 @@ def calibration_windows(
                 f"{needed:,}: lower {options} or --window, or give a longer --corpus"
             )
         start = max(min(FAR, len(tokens.ids) - needed), taken)
-    windows = _cut(tokens, count, length, start, prefix, "calibration")
+    windows = _full_windows(tokens, count, replace(cut, start=start))
     if evaluation is not None:
         _check_spans(windows, evaluation)
     return windows
@@ -185,7 +206,7 @@ def _place(windows: Windows) -> str:
 def _texts(windows: Windows) -> list[NDArray[np.int64]]:
     """``[n, length]`` of the full windows and ``[1, length]`` of the tail, without the start token that all share."""
     parts = [windows.ids, *(() if windows.tail is None else (windows.tail[None, :],))]
-    return [part[:, int(windows.bos == "prefix") :] for part in parts if len(part)]
+    return [part[:, int(windows.bos in ("prefix", "overwrite")) :] for part in parts if len(part)]
 
 
 def _hashes(windows: Windows, size: int) -> NDArray[np.uint64]:
@@ -201,67 +222,98 @@ def _hashes(windows: Windows, size: int) -> NDArray[np.uint64]:
     return np.concatenate(found)
 
 
-def _prefix(tokens: Tokens, bos: Literal["auto", "none", "prefix"]) -> tuple[int, ...]:
+def _policy(tokens: Tokens, bos: Bos) -> Bos:
+    """Never ``auto``: what it means for this tokenizer."""
     if bos == "none" or (bos == "auto" and not tokens.adds_bos):
-        return ()
+        return "none"
     if tokens.bos_id is None:
         raise UsageError("the tokenizer names no start token to put before the windows: use the start token policy none")
-    return (tokens.bos_id,)
+    return "prefix" if bos == "auto" else bos
 
 
-def _check(count: int, length: int, start: int) -> None:
-    if count < 1:
-        raise UsageError(f"{count} windows measure nothing: ask for one or more")
-    if length < 2:
-        raise UsageError(f"a window of {length} tokens predicts nothing: --window is 2 or more")
-    if start < 0:
-        raise UsageError(f"windows cannot start at token {start}: give 0 or more")
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How to cut: ``prefix`` start tokens before each window, ``lead`` before the text, ``width`` tokens of both in a window."""
+
+    length: int
+    start: int
+    bos: Bos
+    purpose: Purpose
+    first_scored: int
+
+    @property
+    def prefix(self) -> int:
+        return int(self.bos == "prefix")
+
+    @property
+    def lead(self) -> int:
+        return int(self.bos in ("once", "overwrite"))
+
+    @property
+    def width(self) -> int:
+        return self.length - self.prefix
+
+    def text_tokens(self, count: int) -> int:
+        """Tokens of text in ``count`` full windows."""
+        return count * self.width - self.lead
+
+    def check(self, count: int) -> None:
+        if count < 1:
+            raise UsageError(f"{count} windows measure nothing: ask for one or more")
+        if self.length < 2:
+            raise UsageError(f"a window of {self.length} tokens predicts nothing: --window is 2 or more")
+        if not 1 <= self.first_scored < self.length:
+            raise UsageError(f"a window of {self.length} tokens has none to score from position {self.first_scored} on")
+        if self.start < 0:
+            raise UsageError(f"windows cannot start at token {self.start}: give 0 or more")
 
 
-def _cut(tokens: Tokens, count: int, length: int, start: int, prefix: tuple[int, ...], purpose: Purpose) -> Windows:
-    _check(count, length, start)
-    needed = start + count * (length - len(prefix))
+def _full_windows(tokens: Tokens, count: int, cut: _Cut) -> Windows:
+    needed = cut.start + cut.text_tokens(count)
     if needed > len(tokens.ids):
-        after = f" from token {start:,} on" if start else ""
+        after = f" from token {cut.start:,} on" if cut.start else ""
         raise CorpusError(
-            f"{tokens.corpus_name} holds {len(tokens.ids):,} tokens and {count} {purpose} windows of {length}{after} need "
-            f"{needed:,}: lower --{purpose}-windows or --window, or give a longer --corpus"
+            f"{tokens.corpus_name} holds {len(tokens.ids):,} tokens and {count} {cut.purpose} windows of {cut.length}{after} "
+            f"need {needed:,}: lower --{cut.purpose}-windows or --window, or give a longer --corpus"
         )
-    return _make(tokens, count, length, start, prefix, None, purpose)
+    return _make(tokens, count, 0, cut)
 
 
-def _make(
-    tokens: Tokens,
-    count: int,
-    length: int,
-    start: int,
-    prefix: tuple[int, ...],
-    tail: NDArray[np.int64] | None,
-    purpose: Purpose,
-) -> Windows:
-    stride = length - len(prefix)
-    text = tokens.ids[start : start + count * stride].reshape(count, stride)
-    ids = np.concatenate([np.full((count, len(prefix)), prefix, dtype=np.int64), text], axis=1)
-    bos = "prefix" if prefix else "none"
-    stop = start + count * stride + (0 if tail is None else len(tail) - len(prefix))
+def _make(tokens: Tokens, count: int, short: int, cut: _Cut) -> Windows:
+    """``count`` full windows and, unless ``short`` is 0, one of ``short`` tokens behind them."""
+    stop = cut.start + cut.text_tokens(count) + max(short - cut.prefix, 0)
+    bos_ids = np.full(1, -1 if tokens.bos_id is None else tokens.bos_id, dtype=np.int64)
+    stream = np.concatenate([bos_ids[: cut.lead], tokens.ids[cut.start : stop]])
+    whole, end = np.split(stream, [count * cut.width])
+    ids = np.concatenate([np.tile(bos_ids[: cut.prefix], (count, 1)), whole.reshape(count, cut.width)], axis=1)
+    tail = np.concatenate([bos_ids[: cut.prefix], end]) if short else None
     for array in (ids, tail):
         if array is not None:
+            if cut.bos == "overwrite":
+                array[..., 0] = bos_ids[0]
             array.flags.writeable = False
-    short = 0 if tail is None else len(tail)
-    whole = hashlib.sha256(f"windows {count} x {length} stride {stride} bos {bos} tail {short}\n".encode())
-    whole.update(ids.astype("<i8").tobytes())
-    whole.update(b"" if tail is None else tail.astype("<i8").tobytes())
     return Windows(
         ids=ids,
-        span=(start, stop),
-        length=length,
-        stride=stride,
-        bos=bos,
-        digest=whole.hexdigest(),
+        span=(cut.start, stop),
+        length=cut.length,
+        stride=cut.width,
+        bos=cut.bos,
+        digest=_digest(ids, tail, cut),
         corpus_sha256=tokens.corpus_sha256,
         tokenizer_digest=tokens.tokenizer_digest,
-        purpose=purpose,
+        purpose=cut.purpose,
         tail=tail,
         corpus_name=tokens.corpus_name,
         join=tokens.join,
+        first_scored=cut.first_scored,
     )
+
+
+def _digest(ids: NDArray[np.int64], tail: NDArray[np.int64] | None, cut: _Cut) -> str:
+    scored = "" if cut.first_scored == 1 else f" first scored {cut.first_scored}"
+    short = 0 if tail is None else len(tail)
+    head = f"windows {len(ids)} x {cut.length} stride {cut.width} bos {cut.bos} tail {short}{scored}\n"
+    whole = hashlib.sha256(head.encode())
+    whole.update(ids.astype("<i8").tobytes())
+    whole.update(b"" if tail is None else tail.astype("<i8").tobytes())
+    return whole.hexdigest()

@@ -1,7 +1,7 @@
 """Perplexity of a causal language model on fixed windows: nats per window, token weighted.
 
-The convention is the source text's lab 4: windows do not overlap, every window of ``length`` tokens gives ``length - 1``
-predictions, and perplexity is ``exp(total nats / total predictions)``, never a mean over windows. Logits are taken to float32
+The convention is that of the windows (by default the source text's lab 4: no overlap, ``length - 1`` predictions in each), and
+perplexity is ``exp(total nats / total predictions)``, never a mean over windows. Logits are taken to float32
 before the loss; the sums are float64. A broken model is measured, not hidden: positions without a finite loss are counted.
 """
 
@@ -34,12 +34,14 @@ class WindowLosses:
         scored: ``[n]`` int64, predictions per window, those without a finite loss included.
         nonfinite: predictions over all windows whose loss is NaN or infinite.
         windows_digest: digest of the windows, so that losses on different texts are not subtracted; empty when unknown.
+        nonfinite_by_window: ``[n]`` int64, ``nonfinite`` window by window; None when only the sum is known.
     """
 
     nats: NDArray[np.float64]
     scored: NDArray[np.int64]
     nonfinite: int = 0
     windows_digest: str = ""
+    nonfinite_by_window: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
         if self.nats.ndim != 1 or self.nats.shape != self.scored.shape:
@@ -50,6 +52,9 @@ class WindowLosses:
             raise CorpusError("a window without a prediction cannot be scored: windows need 2 tokens or more")
         if not 0 <= self.nonfinite <= self.scored_tokens:
             raise ValueError(f"nonfinite is {self.nonfinite} of {self.scored_tokens} predictions")
+        counts = self.nonfinite_by_window
+        if counts is not None and (counts.shape != self.nats.shape or int(counts.sum()) != self.nonfinite):
+            raise ValueError(f"nonfinite_by_window must be [n] with the sum {self.nonfinite}, got {counts}")
 
     @property
     def scored_tokens(self) -> int:
@@ -89,7 +94,7 @@ def window_losses(model: torch.nn.Module, windows: Windows, *, batch: int = 4, p
     Args:
         model: called as ``model(ids [b, t], use_cache=False).logits [b, t, vocabulary]``; scored in evaluation mode, then left
             in the mode it came in.
-        windows: ids ``[n, length]``; each window predicts its tokens 1 .. length-1, whatever prefix it starts with.
+        windows: ids ``[n, length]``; each window predicts its tokens ``first_scored`` .. length-1 from all before them.
         progress: called with (windows done, windows in all) after each batch.
 
     Raises:
@@ -108,26 +113,29 @@ def window_losses(model: torch.nn.Module, windows: Windows, *, batch: int = 4, p
     total = sum(len(piece) for piece in pieces)
     nats: list[float] = []
     scored: list[int] = []
-    nonfinite = 0
+    nonfinite: list[int] = []
     was_training = model.training
     model.eval()
     try:
         with torch.inference_mode():
             for piece in pieces:
-                for losses in _position_losses(model, piece):
+                for losses in _position_losses(model, piece, windows.first_scored):
                     finite = torch.isfinite(losses)
                     nats.append(float(losses[finite].sum(dtype=torch.float64)))
                     scored.append(losses.numel())
-                    nonfinite += losses.numel() - int(finite.sum())
+                    nonfinite.append(losses.numel() - int(finite.sum()))
                 if progress is not None:
                     progress(len(nats), total)
     finally:
         model.train(was_training)
-    return WindowLosses(np.array(nats, dtype=np.float64), np.array(scored, dtype=np.int64), nonfinite, windows.digest)
+    counts = np.array(nonfinite, dtype=np.int64)
+    return WindowLosses(
+        np.array(nats, dtype=np.float64), np.array(scored, dtype=np.int64), int(counts.sum()), windows.digest, counts
+    )
 
 
-def _position_losses(model: torch.nn.Module, ids: NDArray[np.int64]) -> list[torch.Tensor]:
-    """Loss of every prediction, one float32 vector ``[length - 1]`` for each window of ``ids [b, length]``.
+def _position_losses(model: torch.nn.Module, ids: NDArray[np.int64], first: int) -> list[torch.Tensor]:
+    """Loss of every prediction that counts, one float32 vector ``[length - first]`` for each window of ``ids [b, length]``.
 
     The loss is taken window by window: log-softmax of a whole batch would hold a second copy of all its logits.
     """
@@ -138,9 +146,15 @@ def _position_losses(model: torch.nn.Module, ids: NDArray[np.int64]) -> list[tor
     batch = torch.tensor(ids, dtype=torch.int64, device=device)
     logits = model(batch, use_cache=False).logits
     return [
-        functional.cross_entropy(row[:-1].float(), window[1:], reduction="none")
+        functional.cross_entropy(row[first - 1 : -1].float(), window[first:], reduction="none")
         for row, window in zip(logits, batch, strict=True)
     ]
+
+
+def check_positions(length: int, positions: object) -> None:
+    """Raise UsageError where windows of ``length`` tokens are longer than the model's ``positions`` (no number: unlimited)."""
+    if isinstance(positions, int) and length > positions:
+        raise UsageError(f"windows of {length} tokens exceed the model's {positions} positions: lower --window to {positions}")
 
 
 def _check_fits(model: torch.nn.Module, length: int, largest_id: int) -> None:
@@ -148,9 +162,7 @@ def _check_fits(model: torch.nn.Module, length: int, largest_id: int) -> None:
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "get_text_config"):
         config = config.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None)
-    if isinstance(positions, int) and length > positions:
-        raise UsageError(f"windows of {length} tokens exceed the model's {positions} positions: lower --window to {positions}")
+    check_positions(length, getattr(config, "max_position_embeddings", None))
     vocabulary = getattr(config, "vocab_size", None)
     if isinstance(vocabulary, int) and largest_id >= vocabulary:
         raise UsageError(f"token id {largest_id} is outside the vocabulary of {vocabulary}: the tokenizer is not this model's")

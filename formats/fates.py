@@ -141,7 +141,7 @@ def plan_fates(checkpoint: Checkpoint, rules: Sequence[Rule]) -> tuple[TensorPla
         )
     names = frozenset(checkpoint.tensors)
     tied = tied_head(checkpoint)
-    used: set[str] = set()
+    used: set[int] = set()
     plans: list[TensorPlan] = []
     unmatched: list[str] = []
     forced: list[str] = []
@@ -152,18 +152,19 @@ def plan_fates(checkpoint: Checkpoint, rules: Sequence[Rule]) -> tuple[TensorPla
             fate = Alias(tied[1])
         else:
             reason = role_of(info, checkpoint.config, names)
-            rule = next((rule for rule in rules if rule.matches(name.removesuffix(".weight"))), None)
-            if rule is not None and (reason is None or rule.pattern != "*"):
-                used.add(rule.pattern)
-            if reason is not None:
-                fate = Keep(reason)
-                if rule is not None and rule.pattern != "*" and isinstance(rule.fate, Quantise) and len(info.shape) == 2:
-                    forced.append(f"{name} ({reason}; rule {rule.pattern!r})")
-            elif rule is None:
+            first = next((index for index, rule in enumerate(rules) if rule.matches(name.removesuffix(".weight"))), None)
+            if reason is None and first is None:
                 unmatched.append(name)
                 continue
-            else:
-                fate = rule.fate
+            fate = Keep(reason) if reason is not None or first is None else rules[first].fate
+            if first is not None and reason is None:
+                used.add(first)
+            elif first is not None and rules[first].pattern != "*":  # the rule for all speaks of what can be quantised
+                if isinstance(rules[first].fate, Keep):
+                    used.add(first)
+                elif len(info.shape) == 2:
+                    used.add(first)
+                    forced.append(f"{name} ({reason}; rule {rules[first].pattern!r})")
         plans.append(TensorPlan(info, fate, _stored(info, fate)))
     _raise_recipe_problems(rules, used, unmatched, forced)
     _raise_scheme_problems(plans)
@@ -182,14 +183,17 @@ def _stored(info: TensorInfo, fate: Fate) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(module + part.suffix, part.dtype, part.shape, part.role) for part in layout)
 
 
-def _raise_recipe_problems(rules: Sequence[Rule], used: set[str], unmatched: list[str], forced: list[str]) -> None:
-    idle = [rule.pattern for rule in rules if rule.pattern not in used]
+def _raise_recipe_problems(rules: Sequence[Rule], used: set[int], unmatched: list[str], forced: list[str]) -> None:
+    problems = []
+    idle = [rule.pattern for index, rule in enumerate(rules) if index not in used]
     if idle:
-        raise RecipeError(f"{_listing(repr(pattern) for pattern in idle)}: no matrix has this pattern as its first match")
+        problems.append(f"{_listing(repr(pattern) for pattern in idle)}: no matrix has this pattern as its first match")
     if unmatched:
-        raise RecipeError(f"no rule matches {_listing(unmatched)}; end the recipe with a rule for '*'")
+        problems.append(f"no rule matches {_listing(unmatched)}; end the recipe with a rule for '*'")
     if forced:
-        raise RecipeError(f"these must stay in float in this version: {_listing(forced)}; narrow the pattern")
+        problems.append(f"these must stay in float in this version: {_listing(forced)}; narrow the pattern")
+    if problems:
+        raise RecipeError(". ".join(problems))
 
 
 def _raise_scheme_problems(plans: Iterable[TensorPlan]) -> None:

@@ -16,6 +16,9 @@ from quant.errors import SourceError
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MANIFEST_NAME = "manifest.json"
+WINDOWS_NAME = "windows.parquet"
+REPORT_NAME = "report.png"
+_OWN_NAMES = (MANIFEST_NAME, WINDOWS_NAME, REPORT_NAME)
 _SHARED_STORE_MARKER = ".huggingface-shared-blobs"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _OTHER_WEIGHTS = (".safetensors", ".gguf", ".ggml", ".onnx", ".onnx_data", ".h5", ".msgpack", ".ot", ".tflite", ".npz", ".npy")
@@ -98,6 +101,6 @@ def _reason_to_leave_out(name: str, path: Path) -> str | None:
         return "the index of weights that are left out"
     if lower in _STALE_BLOCKS:
         return "the description of another quantisation"
-    if name == MANIFEST_NAME:
-        return "the output gets a manifest of its own"
+    if lower in _OWN_NAMES:  # in any case of letters: on some disks Report.png and report.png are one file
+        return "the output gets a file of this name of its own"
     return None

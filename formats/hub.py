@@ -77,6 +77,18 @@ def list_model(repo: str, revision: str | None) -> Listing:
     return _asked(repo, revision, ask)
 
 
+def find_commit(repo: str, revision: str | None, *, repo_type: RepoType) -> str:
+    """Full hash of the commit that ``revision`` (default: the main branch) of ``repo`` is now.
+
+    Raises Unreachable when there is no answer within seconds, SourceError when the answer is no.
+    """
+    from huggingface_hub import HfApi
+
+    return _asked(
+        repo, revision, lambda: str(HfApi().repo_info(repo, revision=revision, repo_type=repo_type, timeout=ANSWER_SECONDS).sha)
+    )
+
+
 def wanted_files(repo: str, names: Iterable[str]) -> list[str]:
     """The files of a checkpoint among ``names``: config, tokenizer, templates and exactly one set of safetensors weights.
 
@@ -141,7 +153,7 @@ def fetch_snapshot(repo: str, revision: str | None, listing: Listing, report: Re
             folder = Path(snapshot_download(repo, revision=listing.commit, allow_patterns=names))
         return folder
     except Exception as error:  # noqa: BLE001 - the client, its transports and the disk raise unrelated types
-        _translate(error, repo, listing.commit)
+        translate(error, repo, listing.commit)
 
 
 def fetch_file(repo: str, name: str, revision: str, *, repo_type: RepoType) -> Path:
@@ -159,7 +171,7 @@ def fetch_file(repo: str, name: str, revision: str, *, repo_type: RepoType) -> P
     try:
         return Path(hf_hub_download(repo, name, repo_type=repo_type, revision=revision))
     except Exception as error:  # noqa: BLE001 - the client, its transports and the disk raise unrelated types
-        _translate(error, repo, revision)
+        translate(error, repo, revision)
 
 
 def _asked(repo: str, revision: str | None, ask: Callable[[], T]) -> T:
@@ -179,12 +191,12 @@ def _asked(repo: str, revision: str | None, ask: Callable[[], T]) -> T:
     if results:
         return results[0]
     if failures:
-        _translate(failures[0], repo, revision)
+        translate(failures[0], repo, revision)
     raise Unreachable(f"{endpoint()} did not answer within {ANSWER_SECONDS:g} s")
 
 
-def _translate(error: Exception, repo: str, revision: str | None) -> NoReturn:
-    """Raise what ``error`` means to somebody who asked for ``repo``."""
+def translate(error: Exception, repo: str, revision: str | None) -> NoReturn:
+    """Raise what ``error``, an exception of the client or its transports, means to somebody who asked for ``repo``."""
     from huggingface_hub import errors
 
     at = f"{repo}@{revision}" if revision else repo

@@ -151,6 +151,8 @@ class FileRecord(Record):
 class WindowsRecord(Record):
     """Which tokens of which corpus: ``span_tokens`` is half open, ``count`` includes a short last window.
 
+    ``first_scored`` is the position in each window of the first token whose prediction counts.
+
     ``eval.measurement.windows_record`` makes it of the windows that were used.
     """
 
@@ -160,6 +162,7 @@ class WindowsRecord(Record):
     stride_tokens: Count
     count: Count
     bos: str
+    first_scored: Count = 1
     corpus_sha256: str
     tokenizer_digest: str
     corpus: str = ""

@@ -69,8 +69,6 @@ class Job:
     def execute(self) -> Finished:
         """Do everything. Raises a BitledgerError and leaves nothing under the output's name when a step fails."""
         prepared, request = self.prepared, self.prepared.request
-        with self.progress.stage("check values", unit="MB") as report:
-            prepared.checkpoint.check_finite(lambda done, total: report(done // 10**6, total // 10**6))
         source_files = self._hash_source()
         with OutputFolder(request.output, request.force) as folder:
             result, written = self._quantise(folder)

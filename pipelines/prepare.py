@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from calib.conventions import Convention
 from calib.corpora import Corpus, load_corpus
 from calib.methods import Method
 from calib.tokenizer import TextTokenizer
@@ -18,11 +19,13 @@ from calib.windows import Windows, calibration_windows, check_disjoint, evaluati
 from eval.capacity.cards import Card, load_cards
 from eval.capacity.implications import Assumptions
 from eval.capacity.model_shape import ModelShape
+from eval.perplexity import check_positions
 from formats.checkpoint import Checkpoint
 from formats.fates import Quantise, Rule, TensorPlan, plan_fates
 from formats.output import check_output
 from formats.shards import ShardPlan, plan_shards
 from formats.sources import Source, resolve
+from pipelines.progress import announce
 from quant.errors import BitledgerError, UsageError
 
 MANIFEST_ROOM_BYTES = 2_000_000
@@ -38,10 +41,9 @@ class Request:
     corpus: str
     calibration_windows: int
     evaluation_windows: int | Literal["all"]
-    window: int
+    convention: Convention
     evaluation_start: int
     calibration_start: int | None
-    bos: Literal["auto", "none", "prefix"]
     seed: int
     cards: str
     output: Path
@@ -110,9 +112,9 @@ def prepare(request: Request) -> Prepared:
     corpus: Corpus | None = None
     source: Source | None = None
     with problems.collect():
-        source = resolve(request.model)
+        source = resolve(request.model, report=announce)
     with problems.collect():
-        corpus = load_corpus(request.corpus)
+        corpus = load_corpus(request.corpus, join=request.convention.join, report=announce)
     checkpoint: Checkpoint | None = None
     if source is not None:
         with problems.collect():
@@ -134,7 +136,7 @@ def prepare(request: Request) -> Prepared:
     windows: tuple[TextTokenizer, Windows, Windows | None, float | None] | None = None
     if checkpoint is not None and corpus is not None:
         with problems.collect():
-            windows = _windows(request, checkpoint.folder, corpus)
+            windows = _windows(request, checkpoint, corpus)
     problems.found = _without_repeats(problems.found)
     problems.settle()
     assert source is not None
@@ -175,22 +177,36 @@ def _system_prompt(path: Path | None) -> str | None:
         raise UsageError(f"cannot read the system prompt {path}: {error}") from None
 
 
-def _windows(request: Request, folder: Path, corpus: Corpus) -> tuple[TextTokenizer, Windows, Windows | None, float | None]:
-    tokenizer = TextTokenizer.from_folder(folder)
-    count = request.evaluation_windows
+def _windows(
+    request: Request, checkpoint: Checkpoint, corpus: Corpus
+) -> tuple[TextTokenizer, Windows, Windows | None, float | None]:
+    convention, count = request.convention, request.evaluation_windows
+    config = checkpoint.plain_config()
+    config = config.get("text_config", config)
+    check_positions(convention.window, config.get("max_position_embeddings", config.get("n_positions")))
+    tokenizer = TextTokenizer.from_folder(checkpoint.folder)
     wanted = 0 if count == "all" else count
     wanted += request.calibration_windows if request.method.needs_calibration else 0
-    tokens = tokenise(corpus, tokenizer, at_least=wanted * (request.window - 1))
-    evaluation = evaluation_windows(tokens, count=count, length=request.window, start=request.evaluation_start, bos=request.bos)
+    tokens = tokenise(corpus, tokenizer, at_least=wanted * (convention.window - 1))
+    bos = convention.start_token(tokens.adds_bos)
+    evaluation = evaluation_windows(
+        tokens,
+        count=count,
+        length=convention.window,
+        start=request.evaluation_start,
+        bos=bos,
+        first_scored=convention.first_scored,
+        tail=convention.tail,
+    )
     if not request.method.needs_calibration:
         return tokenizer, evaluation, None, None
     calibration = calibration_windows(
         tokens,
         count=request.calibration_windows,
-        length=request.window,
+        length=convention.window,
         start=request.calibration_start,
         evaluation=evaluation,
-        bos=request.bos,
+        bos=bos,
     )
     return tokenizer, evaluation, calibration, check_disjoint(calibration, evaluation)
 

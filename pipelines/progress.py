@@ -26,6 +26,11 @@ Report = Callable[[int, int], None]
 INTERVAL_S = 30.0
 
 
+def announce(line: str) -> None:
+    """Say one line on standard error, before something that takes long and has no stage of its own."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def duration(seconds: float) -> str:
     """``seconds`` as a person says them: ``4.2 s``, ``71 s``, ``3 min 20 s``, ``2 h 05 min``."""
     if seconds < 9.95:

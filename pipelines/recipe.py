@@ -20,6 +20,7 @@ bits = 4
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Literal, cast
@@ -46,6 +47,11 @@ class RuleModel(BaseModel):
     scale_dtype: Literal["f16", "bf16", "f32"] | None = None
 
     def rule(self) -> Rule:
+        if self.match.startswith("re:"):
+            try:
+                re.compile(self.match[3:])
+            except re.error as error:
+                raise RecipeError(f"rule {self.match!r} is not a regular expression: {error}") from None
         if self.keep:
             given = [name for name in ("bits", "group_size", "symmetric", "scale_dtype") if getattr(self, name) is not None]
             if given:

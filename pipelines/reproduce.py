@@ -13,7 +13,7 @@ from calib.windows import evaluation_windows, tokenise
 from eval.lab4 import Lab4, LabResult, load_lab4, misses, run_lab4
 from formats.sources import Source, resolve
 from pipelines.cli import HELP_OPTIONS, run_app
-from pipelines.progress import Progress
+from pipelines.progress import Progress, announce
 from quant.errors import BitledgerError, HubUnreachable, UsageError
 
 LABS = ("lab4",)
@@ -41,7 +41,7 @@ def main(
     if lab not in LABS:
         raise UsageError(f"no such lab: {lab!r} (there are: {', '.join(LABS)})")
     figures = load_lab4()
-    text = load_corpus(corpus)
+    text = load_corpus(corpus, report=announce)
     source, said = _source(figures, model)
     tokens = tokenise(text, TextTokenizer.from_folder(source.folder), at_least=figures.windows * figures.window_tokens)
     windows = evaluation_windows(tokens, count=figures.windows, length=figures.window_tokens, bos="none")
@@ -69,12 +69,12 @@ def main(
 def _source(figures: Lab4, model: str | None) -> tuple[Source, str]:
     """The model asked for; without one the published model, or the embedded one with the reason said."""
     if model is not None:
-        source = resolve(model)
+        source = resolve(model, report=announce)
         return source, source.note
     try:
-        source = resolve(figures.published_model)
+        source = resolve(figures.published_model, report=announce)
     except HubUnreachable as error:
-        source = resolve(figures.embedded_model)
+        source = resolve(figures.embedded_model, report=announce)
         return source, f"{source.note}; the published model cannot be had: {error}"
     return source, source.note
 

@@ -10,7 +10,9 @@ from typing import Annotated, Any, Literal, cast
 
 import typer
 
+from calib.conventions import CONVENTIONS, get_convention
 from calib.methods import METHODS, get_method
+from calib.windows import BOS_CHOICES
 from eval.capacity.implications import Assumptions
 from formats.fates import Quantise, Rule
 from pipelines.cli import HELP_OPTIONS, run_app
@@ -27,6 +29,7 @@ DEFAULT_SHARD_BYTES = 5_000_000_000
 app = typer.Typer(add_completion=False, context_settings=HELP_OPTIONS)
 
 _METHODS_HELP = "; ".join(f"{method.name}: {method.summary}" for method in METHODS.values())
+_WINDOWS = ", ".join(f"{found.window} for {name}" for name, found in CONVENTIONS.items())
 _CALIBRATION, _QUALITY, _FILES, _CARDS = "Text and calibration", "Scheme", "Output", "Cards"
 
 
@@ -58,13 +61,30 @@ def main(
         bool, typer.Option("--clip/--no-clip", help="awq: also search how far to clip every block.", rich_help_panel=_QUALITY)
     ] = True,
     corpus: Annotated[
-        str, typer.Option(help="pydoc, wikitext2, or a .parquet, .jsonl or .txt file.", rich_help_panel=_CALIBRATION)
+        str,
+        typer.Option(
+            help="pydoc, wikitext2, hub:ORG/NAME[@REVISION][:CONFIG][:SPLIT], or a .parquet, .jsonl or .txt file.",
+            rich_help_panel=_CALIBRATION,
+        ),
     ] = "pydoc",
+    convention: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(CONVENTIONS),
+            help="How the text is joined, cut and scored; --window and --bos overrule it.",
+            rich_help_panel=_CALIBRATION,
+        ),
+    ] = "seed",
     calibration_windows: Annotated[int, typer.Option(help="Windows to calibrate on.", rich_help_panel=_CALIBRATION)] = 32,
     evaluation_windows: Annotated[
         str, typer.Option(metavar="N|all", help="Windows to measure on.", rich_help_panel=_CALIBRATION)
     ] = "8",
-    window: Annotated[int, typer.Option(help="Tokens per window.", rich_help_panel=_CALIBRATION)] = 512,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Tokens per window; by default the convention's: {_WINDOWS}.", rich_help_panel=_CALIBRATION, show_default=False
+        ),
+    ] = None,
     evaluation_start: Annotated[
         int, typer.Option(help="First token of the evaluation windows.", rich_help_panel=_CALIBRATION)
     ] = 0,
@@ -79,8 +99,9 @@ def main(
     bos: Annotated[
         str,
         typer.Option(
-            metavar="auto|none|prefix",
-            help="Start token before every window; auto: as the tokenizer does.",
+            metavar="|".join(BOS_CHOICES),
+            help="Start token: before every window, once before the text, or in place of every window's first token; "
+            "auto: where the convention puts it if the tokenizer adds one.",
             rich_help_panel=_CALIBRATION,
         ),
     ] = "auto",
@@ -116,10 +137,11 @@ def main(
 ) -> None:
     """Quantise MODEL with METHOD into a packed, hashed and measured artefact."""
     chosen = get_method(method)
+    scoring = get_convention(convention, window=window, bos=bos)
     rules = _rules(context, method, bits, group_size, symmetric, scale_dtype, recipe)
     checked = {
         "--calibration-windows": calibration_windows,
-        "--window": window - 1,
+        "--window": scoring.window - 1,
         "--batch": batch,
         "--shard-bytes": shard_bytes,
     }
@@ -127,6 +149,7 @@ def main(
         if number < 1:
             raise UsageError(f"{name} is too small: {number + (name == '--window')}")
     given: dict[str, Any] = {name: value for name, value in context.params.items() if name not in _NOT_RECORDED}
+    given["window"] = scoring.window
     today = datetime.datetime.now(datetime.UTC).date()
     request = Request(
         method=chosen,
@@ -135,10 +158,9 @@ def main(
         corpus=corpus,
         calibration_windows=calibration_windows,
         evaluation_windows=_window_count(evaluation_windows),
-        window=window,
+        convention=scoring,
         evaluation_start=evaluation_start,
         calibration_start=calibration_start,
-        bos=_choice("--bos", bos, ("auto", "none", "prefix")),
         seed=seed,
         cards=cards,
         output=output or _default_output(model, method, rules),
@@ -160,9 +182,12 @@ def main(
     if dry_run:
         show_plan(prepared, as_json)
         return
+    progress = Progress()
+    with progress.stage("check values", unit="MB") as report:
+        prepared.checkpoint.check_finite(lambda done, total: report(done // 10**6, total // 10**6))
     from pipelines.job import Job  # heavy imports come after every check
 
-    finished = Job(prepared, Progress()).execute()
+    finished = Job(prepared, progress).execute()
     if as_json:
         print(json.dumps(finished.manifest.model_dump(mode="json"), ensure_ascii=False))
     else:

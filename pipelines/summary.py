@@ -55,6 +55,7 @@ def _plan_record(prepared: Prepared) -> dict[str, Any]:
         "peak_memory_bytes": peak_bytes(
             prepared.checkpoint, prepared.plans, prepared.calibration, prepared.evaluation, prepared.request.batch
         ),
+        "convention": prepared.request.convention.name,
         "evaluation": prepared.evaluation.describe(),
         "calibration": None if prepared.calibration is None else prepared.calibration.describe(),
         "notes": list(prepared.checkpoint.notes),
@@ -80,6 +81,7 @@ def show_plan(prepared: Prepared, as_json: bool) -> None:
     counts = Counter(tensor["fate"] for tensor in record["tensors"])
     console.print(f"{', '.join(f'{count} {fate}' for fate, count in counts.items())}; output {record['output']}", highlight=False)
     console.print(f"expected peak memory {_size(record['peak_memory_bytes'])}", highlight=False)
+    console.print(f"convention: {record['convention']}", markup=False, highlight=False)
     console.print(f"evaluation: {record['evaluation']}", markup=False, highlight=False)
     console.print(f"calibration: {record['calibration'] or 'none: this method needs no data'}", markup=False, highlight=False)
     for note in record["notes"]:
@@ -136,6 +138,7 @@ def _result_table(prepared: Prepared, manifest: Manifest) -> Table:
     table.add_row("weight files", f"{_size(total)}, {total / source_bytes:.1%} of the source's {_size(source_bytes)}")
     for measurement in manifest.measurements:
         table.add_row(measurement.name, _value(measurement))
+    table.add_row("convention", prepared.request.convention.name)
     table.add_row("windows", prepared.evaluation.describe())
     if prepared.calibration is not None:
         table.add_row("calibration", prepared.calibration.describe())

@@ -13,10 +13,13 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import PurePosixPath
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
-_API = re.compile(r"/api/(?P<kind>models|datasets)/(?P<repo>[^/]+/[^/]+)(/(?P<what>revision|tree)/(?P<revision>[^/?]+))?/?")
+_API = re.compile(
+    r"/api/(?P<kind>models|datasets)/(?P<repo>[^/]+/[^/]+)(/(?P<what>revision|tree)/(?P<revision>[^/?]+)(/(?P<folder>.+))?)?/?"
+)
 _FILE = re.compile(r"/(?P<kind>datasets/)?(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<name>.+)")
 
 
@@ -64,6 +67,17 @@ class HubServer:
 def blob_id(data: bytes) -> str:
     """Git's hash of a file, which the hub uses as its ETag."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def _tree(files: Mapping[str, bytes], folder: str | None, recursive: bool) -> list[dict[str, Any]]:
+    """The entries below ``folder`` (default: the root), folders included; only the direct ones unless ``recursive``."""
+    prefix = f"{folder}/" if folder else ""
+    inside = sorted(name for name in files if name.startswith(prefix))
+    parents = {str(parent) for name in inside for parent in PurePosixPath(name).parents}
+    entries = [{"type": "file", "path": n, "size": len(files[n]), "oid": blob_id(files[n])} for n in inside]
+    entries += [{"type": "directory", "path": p, "oid": blob_id(p.encode())} for p in sorted(parents) if p.startswith(prefix)]
+    entries = [entry for entry in entries if entry["path"] != "."]
+    return [entry for entry in entries if recursive or "/" not in str(entry["path"]).removeprefix(prefix)]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -114,8 +128,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         commit, files = found
         if match["what"] == "tree":
-            tree = [{"type": "file", "path": n, "size": len(d), "oid": blob_id(d)} for n, d in sorted(files.items())]
-            self._answer(200, json.dumps(tree).encode())
+            recursive = parse_qs(urlsplit(self.path).query).get("recursive", ["false"])[0].casefold() == "true"
+            self._answer(200, json.dumps(_tree(files, match["folder"], recursive)).encode())
             return
         siblings = [{"rfilename": n, "size": len(d), "blobId": blob_id(d)} for n, d in sorted(files.items())]
         info = {"id": match["repo"], "sha": self.hub.claims or commit, "siblings": siblings, "tags": [], "private": False}

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from calib.corpora import WIKITEXT2_FILE, WIKITEXT2_REPO, WIKITEXT2_REVISION, load_corpus
+from calib.corpora import WIKITEXT2_FILE, WIKITEXT2_REPO, WIKITEXT2_REVISION, WIKITEXT_FILE, Join, load_corpus
 from quant.errors import CorpusError
 from tests.hub_server import HubServer, Repository
 
@@ -81,7 +81,7 @@ def test_rows_are_joined_by_a_blank_line_from_every_kind_of_file(tmp_path: Path)
 def test_join_is_a_choice_that_is_told(tmp_path: Path) -> None:
     """R58: rows as they stand are the file that other tools read; the blank line is the published convention."""
     file = write_parquet(tmp_path / "a.parquet", ROWS)
-    found = {join: load_corpus(str(file), join=join) for join in ("\n\n", "", "\n", "--")}
+    found = {join: load_corpus(str(file), join=Join(join)) for join in ("\n\n", "", "\n", "--")}
     assert {join: corpus.text for join, corpus in found.items()} == {join: join.join(ROWS) for join in found}
     assert len({corpus.sha256 for corpus in found.values()}) == 4
     told = [corpus.join for corpus in found.values()]

@@ -68,8 +68,28 @@ def decode_step(
     dense_flops_per_s: float | None,
 ) -> StepTime:
     """Time of one decode step: ``traffic_bytes`` of weights once, the cache of every sequence, against the products."""
-    moved_bytes = traffic_bytes + batch * kv_bytes_per_token * context_tokens
-    flops = decode_flops(shape, batch=batch, context_tokens=context_tokens)
+    return step_time(
+        batch=batch,
+        traffic_bytes=traffic_bytes,
+        kv_bytes_per_sequence=kv_bytes_per_token * context_tokens,
+        flops_per_sequence=decode_flops(shape, batch=1, context_tokens=context_tokens),
+        bandwidth_bytes_per_s=bandwidth_bytes_per_s,
+        dense_flops_per_s=dense_flops_per_s,
+    )
+
+
+def step_time(
+    *,
+    batch: int,
+    traffic_bytes: int,
+    kv_bytes_per_sequence: float,
+    flops_per_sequence: float,
+    bandwidth_bytes_per_s: float,
+    dense_flops_per_s: float | None,
+) -> StepTime:
+    """``decode_step`` from what one sequence costs at its context: all that a stored record needs to say of the model."""
+    moved_bytes = traffic_bytes + batch * kv_bytes_per_sequence
+    flops = batch * flops_per_sequence
     return StepTime(moved_bytes / bandwidth_bytes_per_s, None if dense_flops_per_s is None else flops / dense_flops_per_s)
 
 

@@ -17,6 +17,7 @@ from eval.capacity.bounds import (
     StepTime,
     busy_seconds_per_request,
     cost_per_million_output_tokens,
+    decode_flops,
     decode_step,
     full_batch,
     prefill_seconds,
@@ -98,6 +99,7 @@ class Implication:
     weight_traffic_bytes_per_step: int
     kv_bytes_per_token: int
     kv_bytes_per_request: int
+    decode_flops_per_sequence: float  # of one step, at the mean context
     dense_flops_per_s: float | None
     bandwidth_bytes_per_s: float
     fits: bool | None = None
@@ -167,6 +169,7 @@ def implications(
         weight_traffic_bytes_per_step=traffic,
         kv_bytes_per_token=kv_token,
         kv_bytes_per_request=kv_token * (assumptions.prompt_tokens + assumptions.output_tokens),
+        decode_flops_per_sequence=decode_flops(shape, batch=1, context_tokens=assumptions.mean_context_tokens),
         dense_flops_per_s=card.dense_flops_per_s[assumptions.operand_format],
         bandwidth_bytes_per_s=card.bandwidth_bytes_per_s,
         price=assumptions.price_on(card),
