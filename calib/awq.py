@@ -138,9 +138,7 @@ class AwqBlock:
         block.choices[name] = choice
         return None if choice.exponents == (0.0, 0.0) else choice.factors
 
-    def _clip(
-        self, block: ScaledBlock, group: FeedGroup, found: Evidence, schemes: Mapping[str, Scheme], prefix: str
-    ) -> None:
+    def _clip(self, block: ScaledBlock, group: FeedGroup, found: Evidence, schemes: Mapping[str, Scheme], prefix: str) -> None:
         for consumer in group.consumers:
             name = f"{consumer}.weight"
             if name in schemes:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from calib.corpora import BLANK_LINE, WIKITEXT_FILE, Join
-from calib.windows import BOS_CHOICES, Bos
+from calib.cut import BOS_CHOICES, Bos
 from quant.errors import UsageError
 
 

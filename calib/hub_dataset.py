@@ -58,7 +58,8 @@ def read_hub_rows(name: str, field: str, report: Callable[[str], None] | None = 
     except Unreachable as error:
         raise HubUnreachable(
             f"{name} could not be loaded: {error}; three ways on: --corpus PATH with a parquet, jsonl or text file, "
-            f"{PREFIX}{repo}@COMMIT (its full hash) with HF_HUB_OFFLINE=1 where it was loaded before, or the embedded --corpus pydoc"
+            f"{PREFIX}{repo}@COMMIT (its full hash) with HF_HUB_OFFLINE=1 where it was loaded before, or the embedded "
+            "--corpus pydoc"
         ) from error
     place = f"{builder.config.name}:{split}"
     return HubRows(rows, f"{repo}:{place}", f"{PREFIX}{repo}@{commit}:{place}", commit)

@@ -17,6 +17,7 @@ from calib.capture import BlockInputs, BlockRunner
 from calib.graph import FeedGroup, trace_groups
 from formats.checkpoint import TORCH_DTYPES, Checkpoint
 from formats.codec import get_codec
+from formats.engine_config import kept_linears
 from formats.fates import Alias, Keep, Quantise, TensorPlan
 from formats.records import PartRecord, Role, TensorRecord, stored_bits_per_weight
 from formats.skeleton import Skeleton
@@ -42,9 +43,10 @@ class Quantised:
 class TensorSink:
     """Packs and writes planned tensors in order, and keeps their records."""
 
-    def __init__(self, writer: ShardedWriter, result: Quantised) -> None:
+    def __init__(self, writer: ShardedWriter, result: Quantised, plans: Sequence[TensorPlan]) -> None:
         self._writer = writer
         self._result = result
+        self._kept_linears = frozenset(kept_linears(plans))
         self._file_of = {tensor.name: shard.name for shard in writer.plans for tensor in shard.tensors}
 
     def quantised(self, plan: TensorPlan, qtensor: QTensor, reference: Tensor, notes: Sequence[Note] = ()) -> None:
@@ -90,6 +92,7 @@ class TensorSink:
                 dtype=plan.info.dtype,
                 shape=list(plan.info.shape),
                 fate=fate,
+                module_class="Linear" if quantise or plan.module in self._kept_linears else None,
                 scheme=str(quantise.scheme) if quantise else None,
                 codec=quantise.codec if quantise else None,
                 alias_of=plan.fate.of if isinstance(plan.fate, Alias) else None,
@@ -113,7 +116,7 @@ def quantise_without_data(
 ) -> Quantised:
     """Stream every tensor through its fate; one tensor is in memory at a time."""
     result = Quantised()
-    sink = TensorSink(writer, result)
+    sink = TensorSink(writer, result, plans)
     for done, plan in enumerate(plans, start=1):
         _put_alone(checkpoint, plan, sink)
         report(done, len(plans))
@@ -181,7 +184,7 @@ class BlockwiseDriver:
         self.checkpoint = checkpoint
         self.plans = plans
         self.result = Quantised()
-        self.sink = TensorSink(writer, self.result)
+        self.sink = TensorSink(writer, self.result, plans)
         self.runner = BlockRunner(skeleton, checkpoint.tensor, device)
         self.awq = AwqBlock(self.runner, clip=clip)
         self._groups: dict[tuple[tuple[str, ...], ...], tuple[FeedGroup, ...]] = {}

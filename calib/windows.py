@@ -1,40 +1,28 @@
 """Windows of token ids: which tokens of which text are measured, calibrated on, and provably not both.
 
 By default the convention is the source text's: windows do not overlap, a window of ``length`` tokens makes ``length - 1``
-predictions, evaluation starts at token 0 and calibration far behind it; ``calib.conventions`` names other ones. A start token is a
-policy, taken from the tokenizer unless told, so that float and quantised runs cannot differ in it. Every choice enters the digest.
-
-``prefix``: every window, the last one too, is the start token and ``length - 1`` tokens of text. ``once``: one start token before
-the whole text, which is then cut, as in the GPTQ repository. ``overwrite``: the same, and then the first token of each window is
-replaced by the start token, as in llama.cpp; one token of text in ``length`` is never seen.
+predictions, evaluation starts at token 0 and calibration far behind it; ``calib.conventions`` names other ones. A start token is
+a policy (``calib.cut``), taken from the tokenizer unless told, so that float and quantised runs cannot differ in it. Every choice
+enters the digest.
 """
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from calib.corpora import Corpus
+from calib.cut import START_TOKENS, Bos, Cut, Purpose, policy
 from calib.tokenizer import TextTokenizer
-from quant.errors import CorpusError, UsageError, WindowsOverlap
+from quant.errors import CorpusError, WindowsOverlap
 
-Purpose = Literal["calibration", "evaluation"]
-Bos = Literal["auto", "none", "prefix", "once", "overwrite"]
-BOS_CHOICES: tuple[Bos, ...] = get_args(Bos)
 FAR = 200_000  # default first token of the calibration windows
 NGRAM = 13  # tokens; the length by which GPT-3 (Brown et al. 2020, appendix C) looked for test text in training text
 _SHORTEST_NGRAM = 8  # shorter runs are common words, and say nothing about shared text
 _MOST_SHARED = 0.5
-_START_TOKENS = {
-    "none": "no start token",
-    "prefix": "a start token before each",
-    "once": "one start token before the text",
-    "overwrite": "a start token in place of each one's first token",
-}
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no id is shifted out of the hash
 
 
@@ -91,7 +79,7 @@ class Windows:
         behind = "" if self.first_scored == 1 else f", those from position {self.first_scored} of each on"
         return (
             f"{self.corpus_name}, tokens {self.span[0]:,} to {self.span[1]:,}: {len(self.ids)} x {self.length}{tail}, "
-            f"stride {self.stride}, {_START_TOKENS[self.bos]}, {self.scored_tokens:,} scored{behind}; {self.join}, "
+            f"stride {self.stride}, {START_TOKENS[self.bos]}, {self.scored_tokens:,} scored{behind}; {self.join}, "
             f"text {self.corpus_sha256[:12]}"
         )
 
@@ -116,7 +104,7 @@ def evaluation_windows(
 
     Raises UsageError for counts and lengths that make no window, CorpusError when the text has too few tokens.
     """
-    cut = _Cut(length, start, _policy(tokens, bos), "evaluation", first_scored)
+    cut = Cut(length, start, policy(bos, tokens.bos_id, tokens.adds_bos), "evaluation", first_scored)
     cut.check(1 if count == "all" else count)
     if count != "all":
         return _full_windows(tokens, count, cut)
@@ -149,7 +137,7 @@ def calibration_windows(
         CorpusError: the text has too few tokens, those of ``evaluation`` on the same text not counted.
         WindowsOverlap: ``start`` leads into the tokens of ``evaluation``.
     """
-    cut = _Cut(length, start or 0, _policy(tokens, bos), "calibration", first_scored=1)
+    cut = Cut(length, start or 0, policy(bos, tokens.bos_id, tokens.adds_bos), "calibration", first_scored=1)
     cut.check(count)
     needed = cut.text_tokens(count)
     if start is None:
@@ -222,53 +210,7 @@ def _hashes(windows: Windows, size: int) -> NDArray[np.uint64]:
     return np.concatenate(found)
 
 
-def _policy(tokens: Tokens, bos: Bos) -> Bos:
-    """Never ``auto``: what it means for this tokenizer."""
-    if bos == "none" or (bos == "auto" and not tokens.adds_bos):
-        return "none"
-    if tokens.bos_id is None:
-        raise UsageError("the tokenizer names no start token to put before the windows: use the start token policy none")
-    return "prefix" if bos == "auto" else bos
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """How to cut: ``prefix`` start tokens before each window, ``lead`` before the text, ``width`` tokens of both in a window."""
-
-    length: int
-    start: int
-    bos: Bos
-    purpose: Purpose
-    first_scored: int
-
-    @property
-    def prefix(self) -> int:
-        return int(self.bos == "prefix")
-
-    @property
-    def lead(self) -> int:
-        return int(self.bos in ("once", "overwrite"))
-
-    @property
-    def width(self) -> int:
-        return self.length - self.prefix
-
-    def text_tokens(self, count: int) -> int:
-        """Tokens of text in ``count`` full windows."""
-        return count * self.width - self.lead
-
-    def check(self, count: int) -> None:
-        if count < 1:
-            raise UsageError(f"{count} windows measure nothing: ask for one or more")
-        if self.length < 2:
-            raise UsageError(f"a window of {self.length} tokens predicts nothing: --window is 2 or more")
-        if not 1 <= self.first_scored < self.length:
-            raise UsageError(f"a window of {self.length} tokens has none to score from position {self.first_scored} on")
-        if self.start < 0:
-            raise UsageError(f"windows cannot start at token {self.start}: give 0 or more")
-
-
-def _full_windows(tokens: Tokens, count: int, cut: _Cut) -> Windows:
+def _full_windows(tokens: Tokens, count: int, cut: Cut) -> Windows:
     needed = cut.start + cut.text_tokens(count)
     if needed > len(tokens.ids):
         after = f" from token {cut.start:,} on" if cut.start else ""
@@ -279,26 +221,17 @@ def _full_windows(tokens: Tokens, count: int, cut: _Cut) -> Windows:
     return _make(tokens, count, 0, cut)
 
 
-def _make(tokens: Tokens, count: int, short: int, cut: _Cut) -> Windows:
+def _make(tokens: Tokens, count: int, short: int, cut: Cut) -> Windows:
     """``count`` full windows and, unless ``short`` is 0, one of ``short`` tokens behind them."""
     stop = cut.start + cut.text_tokens(count) + max(short - cut.prefix, 0)
-    bos_ids = np.full(1, -1 if tokens.bos_id is None else tokens.bos_id, dtype=np.int64)
-    stream = np.concatenate([bos_ids[: cut.lead], tokens.ids[cut.start : stop]])
-    whole, end = np.split(stream, [count * cut.width])
-    ids = np.concatenate([np.tile(bos_ids[: cut.prefix], (count, 1)), whole.reshape(count, cut.width)], axis=1)
-    tail = np.concatenate([bos_ids[: cut.prefix], end]) if short else None
-    for array in (ids, tail):
-        if array is not None:
-            if cut.bos == "overwrite":
-                array[..., 0] = bos_ids[0]
-            array.flags.writeable = False
+    ids, tail = cut.arrange(tokens.ids[cut.start : stop], count, tokens.bos_id)
     return Windows(
         ids=ids,
         span=(cut.start, stop),
         length=cut.length,
         stride=cut.width,
         bos=cut.bos,
-        digest=_digest(ids, tail, cut),
+        digest=cut.digest(ids, tail),
         corpus_sha256=tokens.corpus_sha256,
         tokenizer_digest=tokens.tokenizer_digest,
         purpose=cut.purpose,
@@ -307,13 +240,3 @@ def _make(tokens: Tokens, count: int, short: int, cut: _Cut) -> Windows:
         join=tokens.join,
         first_scored=cut.first_scored,
     )
-
-
-def _digest(ids: NDArray[np.int64], tail: NDArray[np.int64] | None, cut: _Cut) -> str:
-    scored = "" if cut.first_scored == 1 else f" first scored {cut.first_scored}"
-    short = 0 if tail is None else len(tail)
-    head = f"windows {len(ids)} x {cut.length} stride {cut.width} bos {cut.bos} tail {short}{scored}\n"
-    whole = hashlib.sha256(head.encode())
-    whole.update(ids.astype("<i8").tobytes())
-    whole.update(b"" if tail is None else tail.astype("<i8").tobytes())
-    return whole.hexdigest()

@@ -1,8 +1,8 @@
 """Perplexity of a causal language model on fixed windows: nats per window, token weighted.
 
 The convention is that of the windows (by default the source text's lab 4: no overlap, ``length - 1`` predictions in each), and
-perplexity is ``exp(total nats / total predictions)``, never a mean over windows. Logits are taken to float32
-before the loss; the sums are float64. A broken model is measured, not hidden: positions without a finite loss are counted.
+perplexity is ``exp(total nats / total predictions)``, never a mean over windows. Logits are taken to float32 before the loss; the
+sums are float64. A broken model is measured, not hidden: positions without a finite loss are counted.
 """
 
 from __future__ import annotations

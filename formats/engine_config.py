@@ -20,8 +20,29 @@ from quant.scheme import Scheme
 LAYOUT_VERSION = "0.15.0"
 
 
-def quantization_config(plans: Sequence[TensorPlan], kept_linears: Sequence[str]) -> dict[str, Any]:
-    """The block for a plan; ``kept_linears`` are modules of class Linear (or tied heads) that stay in float."""
+_TABLES = ("embed_tokens", "wte", "embed_in", "wpe", "embed_positions")
+
+
+def is_table(module: str) -> bool:
+    """Whether a module is an embedding table, which is looked up and not multiplied."""
+    return module.endswith(_TABLES)
+
+
+def kept_linears(plans: Sequence[TensorPlan]) -> list[str]:
+    """Modules of a plan that are matrices, stay in float and are no embedding table: what engines would take for quantised."""
+    return sorted(
+        plan.module
+        for plan in plans
+        if not isinstance(plan.fate, Quantise)
+        and len(plan.info.shape) == 2
+        and plan.name.endswith(".weight")
+        and not is_table(plan.module)
+    )
+
+
+def quantization_config(plans: Sequence[TensorPlan]) -> dict[str, Any]:
+    """The block for a plan; what stays in float is ignored by name, and the output head always (it may be tied)."""
+    ignored = sorted({*kept_linears(plans), "lm_head"})
     by_fate: dict[tuple[str, Scheme], list[str]] = defaultdict(list)
     for plan in plans:
         if isinstance(plan.fate, Quantise):
@@ -30,7 +51,7 @@ def quantization_config(plans: Sequence[TensorPlan], kept_linears: Sequence[str]
     groups = {}
     for index, ((codec, scheme), modules) in enumerate(by_fate.items()):
         others = [name for key, names in by_fate.items() if key != (codec, scheme) for name in names]
-        targets = ["Linear"] if single else _targets(modules, [*others, *kept_linears])
+        targets = ["Linear"] if single else _targets(modules, [*others, *ignored])
         groups[f"group_{index}"] = get_codec(codec).config_group(scheme, targets)
     formats = {codec for codec, _ in by_fate}
     return {
@@ -38,7 +59,7 @@ def quantization_config(plans: Sequence[TensorPlan], kept_linears: Sequence[str]
         "version": LAYOUT_VERSION,
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
-        "ignore": list(kept_linears),
+        "ignore": ignored,
         "kv_cache_scheme": None,
         "config_groups": groups,
     }

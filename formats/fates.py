@@ -156,7 +156,7 @@ def plan_fates(checkpoint: Checkpoint, rules: Sequence[Rule]) -> tuple[TensorPla
             if reason is None and first is None:
                 unmatched.append(name)
                 continue
-            fate = Keep(reason) if reason is not None or first is None else rules[first].fate
+            fate = rules[first].fate if reason is None and first is not None else Keep(str(reason))
             if first is not None and reason is None:
                 used.add(first)
             elif first is not None and rules[first].pattern != "*":  # the rule for all speaks of what can be quantised

@@ -18,7 +18,7 @@ from eval.capacity.implications import implications
 from eval.measurement import ln_ratio_measurement, perplexity_measurement, windows_record
 from eval.perplexity import WindowLosses, window_losses
 from eval.stats import mean_loss, paired_difference
-from formats.engine_config import quantization_config
+from formats.engine_config import is_table, quantization_config
 from formats.fates import Quantise
 from formats.manifest import (
     Deployment,
@@ -43,8 +43,6 @@ from pipelines.prepare import Prepared, header_metadata
 from pipelines.progress import Progress
 from quant.quantizer import Note
 
-_EMBEDDING_ENDS = ("embed_tokens", "wte", "embed_in", "wpe", "embed_positions")
-
 
 @dataclass(frozen=True, slots=True)
 class Finished:
@@ -68,7 +66,7 @@ class Job:
 
     def execute(self) -> Finished:
         """Do everything. Raises a BitledgerError and leaves nothing under the output's name when a step fails."""
-        prepared, request = self.prepared, self.prepared.request
+        request = self.prepared.request
         source_files = self._hash_source()
         with OutputFolder(request.output, request.force) as folder:
             result, written = self._quantise(folder)
@@ -128,15 +126,7 @@ class Job:
 
     def _config(self, folder: Path) -> FileRecord:
         """config.json as in the source, with exactly one quantisation block."""
-        kept = [
-            plan.module
-            for plan in self.prepared.plans
-            if not isinstance(plan.fate, Quantise)
-            and len(plan.info.shape) == 2
-            and plan.name.endswith(".weight")
-            and not plan.module.endswith(_EMBEDDING_ENDS)
-        ]
-        block = quantization_config(self.prepared.plans, sorted({*kept, "lm_head"}))
+        block = quantization_config(self.prepared.plans)
         config = self.prepared.checkpoint.plain_config() | {"quantization_config": block}
         data = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
         return FileRecord(
@@ -233,7 +223,7 @@ class Job:
         shape = self.prepared.shape
         if shape is None:
             return []
-        tables = [r.nbytes for r in result.records if r.name.removesuffix(".weight").endswith(_EMBEDDING_ENDS)]
+        tables = [r.nbytes for r in result.records if is_table(r.name.removesuffix(".weight"))]
         traffic = weight_bytes if shape.tied else weight_bytes - sum(tables)
         return [
             implications(

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, cast
 import typer
 
 from calib.conventions import CONVENTIONS, get_convention
+from calib.cut import BOS_CHOICES
 from calib.methods import METHODS, get_method
-from calib.windows import BOS_CHOICES
 from eval.capacity.implications import Assumptions
 from formats.fates import Quantise, Rule
 from pipelines.cli import HELP_OPTIONS, run_app

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from calib.footprint import peak_bytes
+from formats.codec import get_codec
 from formats.fates import Alias, Keep, Quantise, TensorPlan
 from formats.manifest import Manifest, MeasurementRecord
 from pipelines.prepare import Prepared
@@ -108,9 +109,18 @@ def show_finished(prepared: Prepared, manifest: Manifest, sha256: str) -> None:
     console.print(f"manifest {folder / 'manifest.json'} sha256 {sha256[:16]}", markup=False, highlight=False)
     console.print("next:", highlight=False)
     console.print(f"  python -m pipelines.verify {folder}", markup=False, highlight=False)
+    console.print(f"  vllm serve {folder}", markup=False, highlight=False)
     console.print(
-        f"  vllm serve {folder}        # or AutoModelForCausalLM.from_pretrained({str(folder)!r})", markup=False, highlight=False
+        f"  python -c \"from transformers import AutoModelForCausalLM as A; A.from_pretrained('{folder}')\"", markup=False
     )
+    for sentence in _advice(prepared):
+        console.print(f"  mind: {sentence}", markup=False, highlight=False)
+
+
+def _advice(prepared: Prepared) -> list[str]:
+    """What engines need to load these schemes, each sentence once."""
+    fates = [plan.fate for plan in prepared.plans if isinstance(plan.fate, Quantise)]
+    return list(dict.fromkeys(sentence for fate in fates for sentence in get_codec(fate.codec).advice(fate.scheme)))
 
 
 def _result_table(prepared: Prepared, manifest: Manifest) -> Table:

@@ -65,7 +65,7 @@ def test_parameters_equal_those_of_the_real_model(family: str, extra: dict[str, 
     sizes |= {"head_dim": 32, "intermediate_size": 96, "vocab_size": 128}
     config = AutoConfig.for_model(family, **sizes, **extra, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        model = AutoModelForCausalLM.from_config(config)
     shape = ModelShape.from_config({"model_type": family, **sizes, **extra})
     assert shape.n_params() == sum(parameter.numel() for parameter in model.parameters())
     assert shape.notes == ()

@@ -12,7 +12,7 @@ weight_zero_point     I8     [1]                             the same for one sc
 
 Symmetric codes q are stored as q + 2^(b-1). Our codes with a zero point are unsigned already; the reference reader calls
 them q + 2^(b-1) with q and z signed, which are the same bits. Which parts exist depends on the scheme, never on values.
-Source: compressed-tensors 0.20.1 (reader) and vLLM 0.32 (kernels); see the layout notes in the documentation.
+Source: compressed-tensors 0.20.1 (its reader) and vLLM 0.32 (its kernels).
 """
 
 from __future__ import annotations
@@ -48,6 +48,21 @@ class PackQuantized:
         if isinstance(scheme.blocks, int) and shape[1] % scheme.blocks:
             return f"its {shape[1]} input columns are no multiple of the group size {scheme.blocks}"
         return None
+
+    def advice(self, scheme: Scheme) -> tuple[str, ...]:
+        found = []
+        if not scheme.symmetric and scheme.blocks != "tensor":
+            found.append(
+                "compressed-tensors 0.18.0 to 0.20.1 cannot load packed zero points as they are: in transformers pass "
+                "quantization_config=CompressedTensorsConfig(dequantize=True)"
+            )
+        if scheme.bits not in (2, 4, 8):
+            found.append(f"{scheme.bits}-bit codes are packed densely: readers need compressed-tensors 0.18 or later")
+        if scheme.blocks == "tensor":
+            found.append("one scale for a whole matrix: vLLM has no weight-only kernel for it, transformers loads it")
+        elif scheme.bits != 4:
+            found.append(f"vLLM's CPU kernels are for 4 bits: serve {scheme.bits} bits on a card that has a kernel for them")
+        return tuple(found)
 
     def layout(self, scheme: Scheme, shape: tuple[int, int]) -> tuple[Part, ...]:
         out, width = shape

@@ -112,7 +112,18 @@ def test_awq_beats_the_awq_measured_elsewhere(wikitext: Path, made: Made) -> Non
 
 
 def test_the_same_command_gives_the_same_bytes(tmp_path: Path) -> None:
-    options = ("--corpus", "pydoc", "--window", "128", "--calibration-windows", "4", "--evaluation-windows", "1", "--cards", "none")
+    options = (
+        "--corpus",
+        "pydoc",
+        "--window",
+        "128",
+        "--calibration-windows",
+        "4",
+        "--evaluation-windows",
+        "1",
+        "--cards",
+        "none",
+    )
     first, second = (Manifest.load(quantise(tmp_path / name, "awq", *options)) for name in ("first", "second"))
     assert [file.sha256 for file in first.files] == [file.sha256 for file in second.files]
     assert any(record.fate == "folded" for record in first.tensors)

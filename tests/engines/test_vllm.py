@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.conftest import ROOT, Artefact
+from tests.engines.conftest import Artefact
+from tests.real_artefacts import ROOT
 
 PYTHON = Path(os.environ.get("BITLEDGER_VLLM_PYTHON", ROOT / ".venvs" / "vllm" / "bin" / "python"))
 TOKENS = 256
