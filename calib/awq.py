@@ -64,8 +64,9 @@ class AwqBlock:
         clip: search the clipping of every block of the grid as well.
     """
 
-    def __init__(self, runner: BlockRunner, *, clip: bool) -> None:
+    def __init__(self, runner: BlockRunner, *, scale: bool = True, clip: bool) -> None:
         self.runner = runner
+        self.scaling = scale
         self.clip = clip
 
     @torch.no_grad()
@@ -84,6 +85,8 @@ class AwqBlock:
             {name.removeprefix(prefix): runner.skeleton.get(name).data for name in runner.block_parameters(index)}
         )
         wanted = [group for group in groups if any(f"{name}.weight" in schemes for name in group.consumers)]
+        if not (self.scaling or self.clip):
+            return block
         evidence = runner.gather(index, [group.consumers[0] for group in wanted], inputs)
         sample = inputs.sample(runner.SAMPLE)
 
@@ -92,7 +95,7 @@ class AwqBlock:
                 runner.skeleton.set(prefix + name, value)
 
         before = {name: value for name, value in block.weights.items() if name not in schemes}
-        for group in reversed(wanted):
+        for group in reversed(wanted) if self.scaling else ():
             found = evidence[group.consumers[0]]
             factors = self._factors(block, group, found, schemes, place)
             if factors is None:

@@ -7,7 +7,7 @@ recorded by stubs in their place, so that no architecture has to be known by nam
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Stop(Exception):
-    """Ends the model's forward pass when the last block has been reached."""
+    """Ends a forward pass when everything that was wanted from it has been seen."""
 
 
 class _Stub(nn.Module):

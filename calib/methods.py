@@ -25,7 +25,7 @@ class Method:
 
     @property
     def needs_calibration(self) -> bool:
-        return self.transform is not None
+        return self.transform is not None or self.quantizer != "rtn"
 
 
 METHODS = {
@@ -33,6 +33,8 @@ METHODS = {
     for method in (
         Method("rtn", "rtn", None, "round to nearest, no data needed"),
         Method("awq", "rtn", "awq", "activation-aware scaling and clipping, then round to nearest (Lin et al. 2024)"),
+        Method("gptq", "gptq", None, "column by column, later columns make up for earlier errors (Frantar et al. 2022)"),
+        Method("awq+gptq", "gptq", "awq", "the scaling of awq, then the codes of gptq"),
     )
 }
 

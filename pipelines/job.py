@@ -13,7 +13,8 @@ from typing import Any, cast
 
 import torch
 
-from calib.quantise import BlockwiseDriver, Quantised, check_architecture, quantise_without_data
+from calib.blockwise import BlockwiseDriver, check_architecture
+from calib.quantise import Quantised, quantise_without_data
 from eval.capacity.implications import implications
 from eval.measurement import ln_ratio_measurement, perplexity_measurement, windows_record
 from eval.perplexity import WindowLosses, window_losses
@@ -109,7 +110,13 @@ class Job:
                 skeleton = Skeleton(prepared.checkpoint.folder)
                 check_architecture(skeleton, prepared.plans)
                 driver = BlockwiseDriver(
-                    prepared.checkpoint, prepared.plans, writer, skeleton, device=request.device, clip=request.clip
+                    prepared.checkpoint,
+                    prepared.plans,
+                    writer,
+                    skeleton,
+                    method=request.method,
+                    device=request.device,
+                    clip=request.clip,
                 )
                 with self.progress.stage("quantise") as report:
                     result = driver.run(torch.from_numpy(prepared.calibration.ids.copy()), request.batch, report)

@@ -27,6 +27,7 @@ from typing import Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from calib.methods import get_method
 from formats.fates import Keep, Quantise, Rule
 from quant.errors import RecipeError, SchemeError
 from quant.scheme import Blocks, Scheme
@@ -46,7 +47,7 @@ class RuleModel(BaseModel):
     symmetric: bool | None = None
     scale_dtype: Literal["f16", "bf16", "f32"] | None = None
 
-    def rule(self) -> Rule:
+    def rule(self, quantizer: str) -> Rule:
         if self.match.startswith("re:"):
             try:
                 re.compile(self.match[3:])
@@ -63,7 +64,7 @@ class RuleModel(BaseModel):
             DEFAULT_GROUP if self.group_size is None else self.group_size,
             self.scale_dtype or "f16",
         )
-        return Rule(self.match, Quantise(scheme))
+        return Rule(self.match, Quantise(scheme, quantizer))
 
 
 class RecipeModel(BaseModel):
@@ -106,4 +107,4 @@ def load_recipe(path: Path, method: str) -> tuple[Rule, ...]:
         ) from None
     if found.method is not None and found.method != method:
         raise RecipeError(f"{path} is a recipe for {found.method!r}, but the command line asks for {method!r}")
-    return tuple(rule.rule() for rule in found.rule)
+    return tuple(rule.rule(get_method(method).quantizer) for rule in found.rule)

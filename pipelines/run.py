@@ -58,7 +58,10 @@ def main(
         typer.Option(help="TOML file with a scheme per pattern, instead of the four above.", rich_help_panel=_QUALITY),
     ] = None,
     clip: Annotated[
-        bool, typer.Option("--clip/--no-clip", help="awq: also search how far to clip every block.", rich_help_panel=_QUALITY)
+        bool,
+        typer.Option(
+            "--clip/--no-clip", help="Calibrated methods: also search how far to clip every block.", rich_help_panel=_QUALITY
+        ),
     ] = True,
     corpus: Annotated[
         str,
@@ -204,7 +207,7 @@ def _rules(
     if recipe is None:
         scales = cast(ScaleType, _choice("--scale-dtype", scale_dtype, tuple(SCALE_BYTES)))
         scheme = Scheme(bits, "sym" if symmetric else "zp", parse_group_size(group_size), scales)
-        return (Rule("*", Quantise(scheme)),)
+        return (Rule("*", Quantise(scheme, get_method(method).quantizer)),)
     names = ("bits", "group_size", "symmetric", "scale_dtype")
     given = [name for name in names if getattr(context.get_parameter_source(name), "name", "DEFAULT") != "DEFAULT"]
     if given:

@@ -59,11 +59,16 @@ class Outcome:
 
 
 class Quantizer(Protocol):
-    """``(matrix [out, in], scheme, evidence or None) -> Outcome``; ``needs`` says which statistics it reads."""
+    """``(matrix [out, in], scheme, evidence or None, shrink) -> Outcome``; ``needs`` says which statistics it reads.
+
+    ``shrink`` are optional factors in (0, 1] of shape ``scheme.block_grid`` for the range of each block's grid.
+    """
 
     @property
     def needs(self) -> frozenset[Need]: ...
-    def __call__(self, matrix: Tensor, scheme: Scheme, evidence: InputStatistics | None) -> Outcome: ...
+    def __call__(
+        self, matrix: Tensor, scheme: Scheme, evidence: InputStatistics | None, shrink: Tensor | None = None
+    ) -> Outcome: ...
 
 
 def quantizer_names() -> tuple[str, ...]:

@@ -41,8 +41,8 @@ class RoundToNearest:
 
     needs: frozenset[Need] = frozenset()
 
-    def __call__(self, matrix: Tensor, scheme: Scheme, evidence: InputStatistics | None) -> Outcome:
-        return Outcome(round_to_nearest(matrix, scheme))
+    def __call__(self, matrix: Tensor, scheme: Scheme, evidence: InputStatistics | None, shrink: Tensor | None = None) -> Outcome:
+        return Outcome(round_to_nearest(matrix, scheme, shrink))
 
 
 QUANTIZER = RoundToNearest()

@@ -1,0 +1,172 @@
+"""Quantise a checkpoint block by block on calibration windows: transforms first, then codes, then the next block's inputs.
+
+A quantiser that needs evidence gets it group by group in the order of execution, each time from a pass through the block whose
+earlier groups are quantised already; quantisers that need none are asked once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from calib.awq import AwqBlock, ScaledBlock, naming
+from calib.capture import BlockInputs, BlockRunner
+from calib.evidence import Evidence
+from calib.graph import FeedGroup, trace_groups
+from calib.methods import Method
+from calib.quantise import Quantised, Report, TensorSink, put_alone
+from formats.checkpoint import TORCH_DTYPES, Checkpoint
+from formats.fates import Quantise, TensorPlan
+from formats.skeleton import Skeleton
+from formats.writer import ShardedWriter
+from quant.errors import SourceError
+from quant.quantizer import Note, Outcome, get_quantizer
+from quant.scheme import Scheme
+
+
+def check_architecture(skeleton: Skeleton, plans: Sequence[TensorPlan]) -> None:
+    """Raise SourceError unless every planned matrix is the weight of a Linear module and every parameter is stored or tied."""
+    wrong = []
+    for plan in plans:
+        if isinstance(plan.fate, Quantise):
+            try:
+                module = skeleton.model.get_submodule(plan.module)
+            except AttributeError:
+                module = None
+            if not isinstance(module, torch.nn.Linear):
+                wrong.append(f"{plan.module} ({type(module).__name__ if module is not None else 'no such module'})")
+    if wrong:
+        raise SourceError(
+            f"{type(skeleton.model).__name__}: a calibrated method runs the blocks and needs plain Linear modules, but "
+            f"{len(wrong)} planned matrices are none, the first is {wrong[0]}; use rtn, or keep them in float with a recipe"
+        )
+    stored = {plan.name for plan in plans}
+    missing = [name for name in skeleton.parameter_names() if name not in stored]
+    head = skeleton.model.get_output_embeddings()
+    tied = bool(skeleton.model.config.tie_word_embeddings)
+    absent = [name for name in missing if not (tied and head is not None and skeleton.get(name) is head.weight)]
+    if absent:
+        raise SourceError(
+            f"the checkpoint lacks {len(absent)} parameters of {type(skeleton.model).__name__}, the first is {absent[0]}"
+        )
+
+
+class BlockwiseDriver:
+    """Calibrates and quantises block by block; what lies before and after the blocks is streamed.
+
+    Args:
+        ids: calibration windows, int64 ``[n, length]``.
+        batch: windows per forward pass.
+        method: its transform scales every block first, if it has one; the plans say which quantiser makes the codes.
+        clip: search the clipping of the grids.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        plans: Sequence[TensorPlan],
+        writer: ShardedWriter,
+        skeleton: Skeleton,
+        *,
+        method: Method,
+        device: str,
+        clip: bool,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.plans = plans
+        self.result = Quantised()
+        self.sink = TensorSink(writer, self.result, plans)
+        self.runner = BlockRunner(skeleton, checkpoint.tensor, device)
+        self.awq = AwqBlock(self.runner, scale=method.transform == "awq", clip=clip)
+        self._groups: dict[tuple[tuple[str, ...], ...], tuple[FeedGroup, ...]] = {}
+
+    @torch.no_grad()
+    def run(self, ids: Tensor, batch: int, report: Report) -> Quantised:
+        """Calibrate on ``ids`` and put every planned tensor."""
+        count = len(self.runner.skeleton.blocks)
+        inputs = self.runner.start(ids, batch)
+        pending = list(self.plans)
+        for index in range(count):
+            prefix = f"{self.runner.skeleton.blocks_name}.{index}."
+            while pending and not pending[0].name.startswith(prefix):
+                put_alone(self.checkpoint, pending.pop(0), self.sink)
+            mine = [plan for plan in pending if plan.name.startswith(prefix)]
+            pending = pending[len(mine) :]
+            inputs = self._block(index, prefix, mine, inputs, last=index == count - 1)
+            report(index + 1, count)
+        for plan in pending:
+            put_alone(self.checkpoint, plan, self.sink)
+        return self.result
+
+    def _block(self, index: int, prefix: str, plans: Sequence[TensorPlan], inputs: BlockInputs, *, last: bool) -> BlockInputs:
+        runner = self.runner
+        names = runner.block_parameters(index)
+        runner.load(names)
+        schemes: dict[str, Scheme] = {
+            plan.name.removeprefix(prefix): plan.fate.scheme for plan in plans if isinstance(plan.fate, Quantise)
+        }
+        dtypes: dict[str, torch.dtype] = {
+            plan.name.removeprefix(prefix): getattr(torch, TORCH_DTYPES[plan.info.dtype]) for plan in plans
+        }
+        groups = self._graph(index, inputs)
+        scaled = self.awq.scale(index, inputs, groups, schemes, dtypes)
+        self.result.notes += scaled.notes
+        fates = {plan.name.removeprefix(prefix): plan.fate for plan in plans if isinstance(plan.fate, Quantise)}
+        outcomes = self._codes(index, prefix, inputs, groups, scaled, fates)
+        for plan in plans:
+            name = plan.name.removeprefix(prefix)
+            if name in outcomes:
+                self.sink.quantised(plan, outcomes[name].qtensor, scaled.weights[name], outcomes[name].notes)
+            elif name in scaled.folded:
+                self.sink.kept(plan, scaled.weights[name], folded=True)
+            else:
+                self.sink.kept(plan, self.checkpoint.tensor(plan.name))
+        after = inputs if last else runner.advance(index, inputs)
+        runner.skeleton.clear(names)
+        return after
+
+    def _codes(
+        self,
+        index: int,
+        prefix: str,
+        inputs: BlockInputs,
+        groups: Sequence[FeedGroup],
+        scaled: ScaledBlock,
+        fates: Mapping[str, Quantise],
+    ) -> dict[str, Outcome]:
+        """Codes of every quantised matrix of the block; on return the runner holds what the codes mean."""
+        outcomes: dict[str, Outcome] = {}
+        for group in groups:
+            names = [name for name in (f"{consumer}.weight" for consumer in group.consumers) if name in fates]
+            needed = any(get_quantizer(fates[name].quantizer).needs for name in names)
+            evidence = self.runner.gather(index, group.consumers[:1], inputs).get(group.consumers[0]) if needed else None
+            for name in names:
+                outcomes[name] = self._code(prefix + name, scaled.weights[name], fates[name], evidence, scaled.shrink.get(name))
+                self.runner.skeleton.set(prefix + name, outcomes[name].qtensor.dequantise())
+        missed = sorted(set(fates) - set(outcomes))
+        if missed:
+            raise SourceError(
+                f"{prefix}{missed[0]} and {len(missed) - 1} more matrices never ran on the calibration windows: keep them in float "
+                "with a recipe rule, or use rtn"
+            )
+        return outcomes
+
+    def _code(self, name: str, matrix: Tensor, fate: Quantise, evidence: Evidence | None, shrink: Tensor | None) -> Outcome:
+        with naming(name):
+            outcome = get_quantizer(fate.quantizer)(matrix, fate.scheme, evidence, shrink)
+        self.result.notes += [Note(note.kind, f"{name}: {note.text}") for note in outcome.notes]
+        return outcome
+
+    def _graph(self, index: int, inputs: BlockInputs) -> tuple[FeedGroup, ...]:
+        """Who feeds whom, traced once for every kind of block (blocks with the same parameters are of one kind)."""
+        prefix = f"{self.runner.skeleton.blocks_name}.{index}."
+        kind = tuple(
+            (name.removeprefix(prefix), *map(str, self.runner.skeleton.get(name).shape))
+            for name in self.runner.block_parameters(index)
+        )
+        if kind not in self._groups:
+            sample = inputs.sample(self.runner.SAMPLE)
+            self._groups[kind] = trace_groups(self.runner.block(index), lambda: self.runner.forward(index, sample, inputs))
+        return self._groups[kind]
