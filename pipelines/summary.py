@@ -172,7 +172,8 @@ def _value(measurement: MeasurementRecord) -> str:
         return f"{measurement.flag}"
     text = f"{measurement.value:.4f}"
     if measurement.name.startswith("ln_"):
-        text = f"{measurement.value:+.4f} nats per token (ratio {math.exp(measurement.value):.4f})"
+        ratio = f"{math.exp(measurement.value):.4f}" if measurement.value < 700 else "beyond 10^300"
+        text = f"{measurement.value:+.4f} nats per token (ratio {ratio})"
     interval = measurement.interval
     if interval is None:
         return f"{text}, interval - (one window)"

@@ -247,6 +247,7 @@ def test_measurements_carry_convention_and_digests(model: Any) -> None:
     assert single["settings"] == {
         "average": "token weighted over all windows",
         "bos": "none",
+        "first_scored": "1",
         "mean_nats_per_token": f"{base.mean_nats:.10g}",
         "scored_tokens": "184",
         "span_tokens": "0:192",

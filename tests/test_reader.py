@@ -180,6 +180,22 @@ def test_several_schemes_in_one_model(tiny_model: Callable[[str], Path], text: P
     assert torch.equal(transformers_logits(output), logits(load_model(output)))
 
 
+def test_a_group_that_names_a_module_goes_before_one_that_names_its_class(
+    tiny_model: Callable[[str], Path], text: Path, tmp_path: Path
+) -> None:
+    """As engines match, whatever the order of the groups: the file of somebody else may mix the two."""
+    (tmp_path / "recipe.toml").write_text('[[rule]]\nmatch = "*.down_proj"\nbits = 8\n[[rule]]\nmatch = "*"\n')
+    recipe = ["--recipe", str(tmp_path / "recipe.toml")]
+    run("rtn", tiny_model("llama"), tmp_path / "out", text, *recipe, without=("--group-size",))
+    expected = logits(load_model(tmp_path / "out"))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    groups = sorted(config["quantization_config"]["config_groups"].values(), key=lambda group: group["weights"]["num_bits"])
+    groups[0]["targets"] = ["Linear"]
+    config["quantization_config"]["config_groups"] = {f"group_{index}": group for index, group in enumerate(groups)}
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    assert torch.equal(logits(load_model(tmp_path / "out")), expected)
+
+
 def test_mixture_of_experts(tiny_model: Callable[[str], Path], text: Path, tmp_path: Path) -> None:
     """Experts are stored one by one and live fused: each is the rounding of its own source matrix, the router is the source's."""
     output, source = tmp_path / "out", tiny_model("moe")

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from formats.checkpoint import Checkpoint, read_header
+from formats.reader import Artefact
 from quant.errors import SchemeError, VerifyError
 from tests.conftest import SIDE_FILES, SIZES, write_tiny_tokenizer
 from tests.tiny_runs import MATRIX_PARTS, check_ledger, run, weight_files, write_text
@@ -154,6 +155,17 @@ def test_r66_the_same_command_gives_the_same_bytes(
         run(method, tiny_model("llama"), tmp_path / name, text, *options)
     assert hashes(tmp_path / "a") == hashes(tmp_path / "b")
     assert (tmp_path / "a" / "config.json").read_bytes() == (tmp_path / "b" / "config.json").read_bytes()
+
+
+def test_clipping_is_what_is_stored(tiny_model: Callable[[str], Path], text: Path, tmp_path: Path) -> None:
+    """Every scale of a clipped matrix is at most the one without, and some are smaller."""
+    for name in ("--clip", "--no-clip"):
+        run("awq", tiny_model("llama"), tmp_path / name, text, "--bits", "3", name)
+    clipped, plain = (Artefact(tmp_path / name) for name in ("--clip", "--no-clip"))
+    module = "model.layers.0.mlp.gate_proj"  # the first block: what comes before is the same in both
+    small, large = clipped.qtensor(module).scales, plain.qtensor(module).scales
+    assert bool((small <= large).all())
+    assert float((small < large).float().mean()) > 0.1
 
 
 def test_r66_rtn_is_the_same_with_one_and_two_threads(tiny_model: Callable[[str], Path], text: Path, tmp_path: Path) -> None:
