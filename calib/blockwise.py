@@ -148,8 +148,8 @@ class BlockwiseDriver:
         missed = sorted(set(fates) - set(outcomes))
         if missed:
             raise SourceError(
-                f"{prefix}{missed[0]} and {len(missed) - 1} more matrices never ran on the calibration windows: keep them in float "
-                "with a recipe rule, or use rtn"
+                f"{prefix}{missed[0]} and {len(missed) - 1} more matrices never ran on the calibration windows: keep them in "
+                "float with a recipe rule, or use rtn"
             )
         return outcomes
 

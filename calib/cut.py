@@ -1,9 +1,9 @@
 """Where a text is cut into windows, and where the start token goes.
 
-Policies: ``none``. ``prefix``: every window, the last one too, is the start token and ``length - 1`` tokens of text. ``once``: one
-start token before the whole text, which is then cut, as in the GPTQ repository. ``overwrite``: the same, and then the first token
-of each window is replaced by the start token, as in llama.cpp, so that one token of text in ``length`` is never seen. ``auto``
-stands for ``prefix`` where the tokenizer adds a start token by itself, else for ``none``.
+Policies: ``none``. ``prefix``: every window, the last one too, is the start token and ``length - 1`` tokens of text. ``once``:
+one start token before the whole text, which is then cut, as in the GPTQ repository. ``overwrite``: the same, and then the first
+token of each window is replaced by the start token, as in llama.cpp, so that one token of text in ``length`` is never seen.
+``auto`` stands for ``prefix`` where the tokenizer adds a start token by itself, else for ``none``.
 """
 
 from __future__ import annotations

@@ -70,9 +70,9 @@ def _write_title(figure: Figure, manifest: Manifest) -> None:
     what = schemes[0][0] if schemes else "nothing quantised"
     if len(schemes) > 1:
         what = f"{what} and {len(schemes) - 1} other scheme{'s' if len(schemes) > 2 else ''}"
-    stored = "" if bits.quantised is None else f"{bits.quantised:.4g} bits per weight quantised, "
+    stored = "" if bits.quantised is None else f"{bits.quantised:.5g} bits per weight quantised, "
     total = sum(line.total_bytes for line in manifest.ledger)
-    below = f"{manifest.method}, {what}: {stored}{bits.whole_file:.4g} in the whole file, weights {size_text(total)}"
+    below = f"{manifest.method}, {what}: {stored}{bits.whole_file:.5g} in the whole file, weights {size_text(total)}"
     lines = ((0.96, 15, "bold", _shortened(manifest.source.requested, 70)), (0.91, 12, "normal", below))
     for height, size, weight, text in lines:
         figure.text(0.5, height, text, ha="center", va="center", fontsize=size, fontweight=weight, parse_math=False)
@@ -127,7 +127,7 @@ def _quality(manifest: Manifest) -> str:
     found = {measurement.name: measurement for measurement in manifest.measurements}
     before, after = found.get("perplexity_float"), found.get("perplexity")
     ratio = found.get("ln_perplexity_ratio")
-    text = f"Perplexity {_value(before)} float, {_value(after)} artefact"
+    text = f"Perplexity: float {_value(before)}, artefact {_value(after)}"
     if ratio is None or ratio.value is None:
         return f"{text}\n{ratio.flag if ratio is not None and ratio.flag else 'their ratio was not measured'}"
     interval = ratio.interval
@@ -145,7 +145,9 @@ def _value(measurement: MeasurementRecord | None) -> str:
 
 def _exp(nats: float) -> str:
     """exp of a difference in nats as text; past what a float holds as a power of e."""
-    return f"{math.exp(nats):.4g}" if abs(nats) < 700 else f"e^{nats:.0f}"
+    if abs(nats) > 700:
+        return f"e^{nats:.0f}"
+    return f"{math.exp(nats):.3f}" if abs(nats) < 5 else f"{math.exp(nats):.4g}"
 
 
 def _chosen(cards: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -172,7 +174,7 @@ def _draw_cards(axes: Axes, cards: Sequence[Mapping[str, Any]]) -> None:
     for text in axes.legend(loc="lower right", frameon=False, fontsize=9.5).get_texts():
         text.set_parse_math(False)
     tokens = f"{assumed['prompt_tokens']:,} tokens in, {assumed['output_tokens']:,} out"
-    where = f"{tokens}: at {context:,.0f} of context, up to the full batch"
+    where = f"{tokens}; context {context:,.0f}, up to the full batch"
     _set_title(axes, f"Decoding: upper bounds from bandwidth and dense rate\n{where}")
 
 

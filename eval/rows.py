@@ -20,7 +20,7 @@ from quant.errors import UsageError
 SCHEMA = pa.schema(
     [
         pa.field("window", pa.int64(), nullable=False),  # from 0; a short last window is the last row
-        pa.field("first_token", pa.int64(), nullable=False),  # of the window's text, counted in the corpus
+        pa.field("first_token", pa.int64(), nullable=False),  # of the text that the window holds, counted in the corpus
         pa.field("scored_predictions", pa.int64(), nullable=False),
         pa.field("float_nats", pa.float64(), nullable=False),  # sum over the predictions that have a finite loss
         pa.field("artefact_nats", pa.float64(), nullable=False),
@@ -43,10 +43,13 @@ def window_rows(before: WindowLosses, after: WindowLosses, windows: Windows) -> 
     if not np.array_equal(before.scored, after.scored):
         raise UsageError("the two models were scored on different predictions: measure both on the same windows")
     number = np.arange(n, dtype=np.int64)
+    first = windows.span[0] + number * windows.stride
+    if windows.bos == "once":  # the start token before the whole text takes a place in window 0 only
+        first[1:] -= 1
     return pd.DataFrame(
         {
             "window": number,
-            "first_token": windows.span[0] + number * windows.stride,
+            "first_token": first,
             "scored_predictions": before.scored,
             "float_nats": before.nats,
             "artefact_nats": after.nats,

@@ -68,7 +68,7 @@ class Skeleton:
             try:
                 # Attention is left to the library: fused where the architecture allows it, else plain (Gemma 2).
                 self.model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-            except ValueError as error:
+            except (ValueError, AttributeError, TypeError) as error:  # the last two: a value of the wrong kind in config.json
                 raise SourceError(
                     f"{folder} is no causal language model that transformers knows: {str(error).splitlines()[0]}"
                 ) from error

@@ -107,8 +107,6 @@ def prepare(request: Request) -> Prepared:
         cards = [] if request.cards == "none" else load_cards(request.cards)
     with problems.collect():
         prompt = _system_prompt(request.system_prompt)
-    with problems.collect():
-        check_output(request.output, None, 0, request.force)
     corpus: Corpus | None = None
     source: Source | None = None
     with problems.collect():
@@ -119,6 +117,9 @@ def prepare(request: Request) -> Prepared:
     if source is not None:
         with problems.collect():
             checkpoint = Checkpoint.open(source.folder)
+    if checkpoint is None:
+        with problems.collect():
+            check_output(request.output, None if source is None else source.folder, 0, request.force)
     plans: tuple[TensorPlan, ...] = ()
     shards: tuple[ShardPlan, ...] = ()
     shape: ModelShape | None = None

@@ -13,7 +13,9 @@ from rich.table import Table
 from calib.footprint import peak_bytes
 from formats.codec import get_codec
 from formats.fates import Alias, Keep, Quantise, TensorPlan
+from formats.folder import REPORT_NAME, WINDOWS_NAME
 from formats.manifest import Manifest, MeasurementRecord
+from formats.units import size_text
 from pipelines.prepare import Prepared
 
 
@@ -81,7 +83,7 @@ def show_plan(prepared: Prepared, as_json: bool) -> None:
         console.print(f"{file['name']}: {file['nbytes']:,} bytes, of which {file['header_bytes']:,} header", highlight=False)
     counts = Counter(tensor["fate"] for tensor in record["tensors"])
     console.print(f"{', '.join(f'{count} {fate}' for fate, count in counts.items())}; output {record['output']}", highlight=False)
-    console.print(f"expected peak memory {_size(record['peak_memory_bytes'])}", highlight=False)
+    console.print(f"expected peak memory {size_text(record['peak_memory_bytes'])}", highlight=False)
     console.print(f"convention: {record['convention']}", markup=False, highlight=False)
     console.print(f"evaluation: {record['evaluation']}", markup=False, highlight=False)
     console.print(f"calibration: {record['calibration'] or 'none: this method needs no data'}", markup=False, highlight=False)
@@ -108,6 +110,9 @@ def show_finished(prepared: Prepared, manifest: Manifest, sha256: str) -> None:
     folder = prepared.request.output
     console.print(f"manifest {folder / 'manifest.json'} sha256 {sha256[:16]}", markup=False, highlight=False)
     console.print("next:", highlight=False)
+    console.print(
+        f"  {folder / REPORT_NAME}        # this run as a picture; its windows: {WINDOWS_NAME}", markup=False, highlight=False
+    )
     console.print(f"  python -m pipelines.verify {folder}", markup=False, highlight=False)
     console.print(f"  vllm serve {folder}", markup=False, highlight=False)
     console.print(
@@ -145,7 +150,7 @@ def _result_table(prepared: Prepared, manifest: Manifest) -> Table:
         f"{bits.quantised:.4f} quantised matrices ({bits.quantised_elements:,}), "
         f"{bits.whole_file:.4f} whole file ({bits.all_elements:,})",
     )
-    table.add_row("weight files", f"{_size(total)}, {total / source_bytes:.1%} of the source's {_size(source_bytes)}")
+    table.add_row("weight files", f"{size_text(total)}, {total / source_bytes:.1%} of the source's {size_text(source_bytes)}")
     for measurement in manifest.measurements:
         table.add_row(measurement.name, _value(measurement))
     table.add_row("convention", prepared.request.convention.name)
@@ -158,7 +163,7 @@ def _result_table(prepared: Prepared, manifest: Manifest) -> Table:
             "caution",
             "these source weights lie on a block-32 affine 4-bit grid (Q4_1): schemes like it look better here than elsewhere",
         )
-    table.add_row("peak memory", _size(manifest.run.peak_rss_bytes))
+    table.add_row("peak memory", size_text(manifest.run.peak_rss_bytes))
     return table
 
 
@@ -167,7 +172,8 @@ def _value(measurement: MeasurementRecord) -> str:
         return f"{measurement.flag}"
     text = f"{measurement.value:.4f}"
     if measurement.name.startswith("ln_"):
-        text = f"{measurement.value:+.4f} nats per token (ratio {math.exp(measurement.value):.4f})"
+        ratio = f"{math.exp(measurement.value):.4f}" if measurement.value < 700 else "beyond 10^300"
+        text = f"{measurement.value:+.4f} nats per token (ratio {ratio})"
     interval = measurement.interval
     if interval is None:
         return f"{text}, interval - (one window)"
@@ -213,12 +219,3 @@ def _time(seconds: Any) -> str:
     if seconds is None:
         return "-"
     return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"
-
-
-def _size(nbytes: int) -> str:
-    """Decimal and binary, both labelled."""
-    return (
-        f"{nbytes / 1e9:.3f} GB ({nbytes / 2**30:.3f} GiB)"
-        if nbytes >= 10**8
-        else f"{nbytes / 1e6:.3f} MB ({nbytes / 2**20:.3f} MiB)"
-    )

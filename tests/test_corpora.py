@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from calib.corpora import WIKITEXT2_FILE, WIKITEXT2_REPO, WIKITEXT2_REVISION, WIKITEXT_FILE, Join, load_corpus
+from calib.corpora import WIKITEXT2_FILE, WIKITEXT2_REPO, WIKITEXT2_REVISION, Join, load_corpus
 from quant.errors import CorpusError
 from tests.hub_server import HubServer, Repository
 

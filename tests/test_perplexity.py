@@ -133,7 +133,7 @@ def test_nan_is_counted_and_never_becomes_the_value() -> None:
     assert found.nonfinite == found.scored_tokens == 5 * 23
     assert (found.nats == 0).all()
     assert found.perplexity == found.mean_nats == math.inf
-    healthy = replace(found, nats=np.ones(5), nonfinite=0)
+    healthy = replace(found, nats=np.ones(5), nonfinite=0, nonfinite_by_window=None)
     record = ln_ratio_measurement(paired_difference(found, healthy, seed=0), windows=chosen, subject={}, baseline={}).record()
     assert record["value"] is None
     assert record["flag"].startswith("nan: quantised model: 115 of 115 predictions have no finite loss")
@@ -247,6 +247,7 @@ def test_measurements_carry_convention_and_digests(model: Any) -> None:
     assert single["settings"] == {
         "average": "token weighted over all windows",
         "bos": "none",
+        "first_scored": "1",
         "mean_nats_per_token": f"{base.mean_nats:.10g}",
         "scored_tokens": "184",
         "span_tokens": "0:192",

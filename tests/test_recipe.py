@@ -157,7 +157,7 @@ def test_a_scheme_and_its_name_are_one(bits: int) -> None:
     for zero in ("sym", "zp", "fz"):
         for blocks in (1, 32, 576, "channel", "tensor"):
             for scale in ("f16", "bf16", "f32"):
-                scheme = Scheme(bits, zero, blocks, scale)  # type: ignore[arg-type]
+                scheme = Scheme(bits, zero, blocks, scale)
                 assert Scheme.parse(str(scheme)) == scheme
                 assert scheme.bits_per_weight((8, 1152)) >= bits
 

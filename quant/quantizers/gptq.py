@@ -1,12 +1,13 @@
 """GPTQ (Frantar et al. 2022): round column by column and let the columns to come make up for the error.
 
-With H = X^T X over the calibration tokens, rounding column q of W costs (w_q - round(w_q))^2 / [H^-1]_qq in output error, and the best
-answer of the remaining columns is a step along row q of H^-1. The upper Cholesky factor U of H^-1 (H^-1 = U^T U) holds all these rows
-for the shrinking inverse at once. Columns are taken in the order of falling diagonal of H; the grid is that of the original weights
-("static"), so that groups stay contiguous whatever the order. Arithmetic of the factor is float64.
+With H = X^T X over the calibration tokens, rounding column q of W costs (w_q - round(w_q))^2 / [H^-1]_qq in output error, and
+the best answer of the remaining columns is a step along row q of H^-1. The upper Cholesky factor U of H^-1 (H^-1 = U^T U)
+holds all these rows for the shrinking inverse at once. Columns are taken in the order of falling diagonal of H; the grid is
+that of the original weights ("static"), so that groups stay contiguous whatever the order. The factor is float64.
 
-Dead channels (no activation) get diagonal 1 and are rounded plainly. Damping starts at 1 % of the mean diagonal, with an absolute floor,
-and grows tenfold a bounded number of times; where even that fails, the matrix is rounded to nearest. Each departure is a note.
+Dead channels (no activation) get diagonal 1 and are rounded plainly. Damping starts at 1 % of the mean diagonal, with an
+absolute floor, and grows tenfold a bounded number of times; where even that fails, the matrix is rounded to nearest. Each
+departure is a note.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Gptq:
             shrink: optional factors in (0, 1] of shape ``scheme.block_grid`` for the range of each block's grid.
 
         Raises:
-            UsageError: no evidence at all, which is a defect of the caller. Evidence of zero tokens is noted and rounded to nearest.
+            UsageError: no evidence at all, which is a defect of the caller. Zero tokens are noted and rounded to nearest.
         """
         if evidence is None:
             raise UsageError("gptq needs calibration evidence; use rtn where there is none")

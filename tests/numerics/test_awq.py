@@ -68,6 +68,16 @@ def test_a_search_that_matters_finds_something() -> None:
     assert float(choice.factors[::16].min()) > float(choice.factors[1::16].max())
 
 
+def test_columns_of_large_weights_get_small_factors() -> None:
+    """The other exponent: equal activations, columns of very different size, one scale for all of a row."""
+    matrix = normal(32, 64, seed=1) * torch.logspace(-2, 0, 64)
+    inputs = normal(300, 64)
+    choice = search_factors([Consumer(matrix, Scheme(4, "sym", "channel"))], inputs.T @ inputs)
+    assert choice.exponents[1] > 0
+    assert choice.relative_error < 0.8
+    assert float(choice.factors[:16].min()) > float(choice.factors[48:].max())
+
+
 def test_mixed_schemes_in_one_group_are_each_rounded_as_they_will_be_stored() -> None:
     inputs = activations(100, 64)
     consumers = [

@@ -17,11 +17,12 @@ SCHEMES = [Scheme.parse(name) for name in ("int4-sym-g8-f32", "int3-zp-g16-f16",
 def correlated(tokens: int, width: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     mix = torch.randn(width, width, generator=generator) / width**0.5 + torch.eye(width)
-    return torch.randn(tokens, width, generator=generator) @ mix * torch.logspace(-1, 1, width)
+    inputs: Tensor = torch.randn(tokens, width, generator=generator) @ mix
+    return inputs * torch.logspace(-1, 1, width)
 
 
 def oracle(matrix: Tensor, scheme: Scheme, gram: Tensor, order: list[int]) -> Tensor:
-    """Codes by the definition: round a column, spread its error over the rest with the inverse of the rest's H, drop the column."""
+    """Codes by the definition: round a column, spread its error over the rest by the inverse of their H, drop the column."""
     grid = round_to_nearest(matrix, scheme)
     h = gram.double() + DAMPING * gram.double().diagonal().mean() * torch.eye(len(gram), dtype=torch.float64)
     size = scheme.blocks if isinstance(scheme.blocks, int) else matrix.shape[1]

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import calib.awq
 from calib.awq import AwqBlock, ScaledBlock
 from calib.graph import FeedGroup, FromLinear, FromNorm, linear_names
 from formats.reader import load_model
 from quant.scheme import Scheme
+from quant.transforms.awq import Consumer, ScaleChoice, search_clipping, search_factors
 from tests.numerics.blocks import FOLDING, IDS, VARIANTS, Traced, save_variant
 
 QKV, GATES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")
@@ -244,3 +246,35 @@ def test_a_matrix_that_stays_float_is_not_scaled_and_this_is_noted(
     assert torch.equal(block.weights[f"{keep[0]}.weight"], before)
     assert f"{keep[0]}.weight" not in block.shrink
     assert float((traced.output() - output).norm() / output.norm()) < 1e-5
+
+
+def test_every_group_is_searched_with_the_rows_it_will_keep(
+    trace: Callable[[str], Traced], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """v_proj and up_proj lose rows' scale to what they feed: that is done before their own columns are searched."""
+    traced, searched = trace("llama"), list[list[Consumer]]()
+
+    def record(consumers: list[Consumer], *rest: Tensor) -> ScaleChoice:
+        searched.append(consumers)
+        return search_factors(consumers, *rest)
+
+    monkeypatch.setattr(calib.awq, "search_factors", record)
+    block = scaled(traced)
+    by_shape = {tuple(consumer.matrix.shape for consumer in consumers): consumers for consumers in searched}
+    assert len(by_shape) == 4
+    for group in traced.groups:
+        names = [f"{name}.weight" for name in group.consumers]
+        consumers = by_shape[tuple(block.weights[name].shape for name in names)]
+        for name, consumer in zip(names, consumers, strict=True):
+            ratio = block.weights[name] / consumer.matrix
+            torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), rtol=1e-4, atol=0)  # columns were scaled, no row
+
+
+def test_clipping_is_searched_on_the_inputs_of_the_scaled_block(trace: Callable[[str], Traced]) -> None:
+    traced = trace("llama, equal heads")
+    block = scaled(traced)
+    fresh = traced.runner.gather(0, linear_names(traced.runner.block(0)), traced.inputs)
+    for key, shrink in block.shrink.items():
+        expected = search_clipping(block.weights[key], Scheme(3, "sym", 16), fresh[key.removesuffix(".weight")].gram)
+        assert float((shrink == expected).float().mean()) > 0.99, key  # but for ties
+        assert bool((shrink < 1).any())

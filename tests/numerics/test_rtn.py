@@ -239,6 +239,15 @@ def test_shrink_clips_every_block_by_its_own_factor() -> None:
     assert bool(((found.dequantise() - inside).abs() <= step / 2 * 1.00001).all())
 
 
+@pytest.mark.parametrize("bits", BITS)
+def test_clipped_symmetric_codes_stay_in_the_restricted_range(bits: int) -> None:
+    """What lies beyond the end goes to the end, not to the most negative code, which no scheme of ours uses."""
+    scheme = Scheme(bits, "sym", 32)
+    found = round_to_nearest(normal(4, 64), scheme, torch.full((4, 2), 0.3))
+    top = 2 ** (bits - 1) - 1
+    assert (int(found.codes.min()), int(found.codes.max())) == (-top, top)
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
