@@ -54,7 +54,7 @@ def read_hub_rows(name: str, field: str, report: Callable[[str], None] | None = 
             report(f"Loading the data set {repo} at {commit} from {'the cache' if is_offline() else endpoint()}")
         builder = _build(repo, commit, match["config"] or None)
         split = _split(name, builder, match["split"] or None)
-        rows = _column(builder, split, field, f"{repo}@{commit}:{builder.config.name}:{split}")
+        rows = _column(name, builder, split, field)
     except Unreachable as error:
         raise HubUnreachable(
             f"{name} could not be loaded: {error}; three ways on: --corpus PATH with a parquet, jsonl or text file, "
@@ -77,17 +77,19 @@ def _commit(repo: str, revision: str | None) -> str:
 def _build(repo: str, commit: str, config: str | None) -> Any:
     """The library's builder of ``config``. Only the data set's metadata is asked for; files are fetched when it prepares them."""
     import datasets
+    from huggingface_hub.utils import logging
 
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # counted on a host of its own, which may not be reachable
-    datasets.logging.set_verbosity_error()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what is wrong is said in one sentence, by us
+    logging.set_verbosity_error()
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     try:
         builder = datasets.load_dataset_builder(repo, config, revision=commit)
     except ValueError as error:
-        names = _configurations(repo, commit)
+        names = [] if is_offline() else _configurations(repo, commit)
         if not names or config in names:
-            raise _unreadable(error, repo, commit) from error
+            _refuse(error, repo, commit)
         problem = f"has no configuration {config!r}" if config else "has several configurations"
         raise CorpusError(f"{repo} {problem}: name one of {', '.join(names)} in {SPELLING}") from error
     except Exception as error:  # noqa: BLE001 - the library and its transports raise unrelated types
@@ -116,16 +118,14 @@ def _split(name: str, builder: Any, wanted: str | None) -> str:
     return wanted
 
 
-def _column(builder: Any, split: str, field: str, label: str) -> list[object]:
+def _column(name: str, builder: Any, split: str, field: str) -> list[object]:
     try:
         builder.download_and_prepare()
         table = builder.as_dataset(split=split)
     except Exception as error:  # noqa: BLE001 - as above
         _refuse(error, builder.repo_id, builder.hash)
     if field not in table.column_names:
-        raise CorpusError(
-            f"{label} has no column {field!r}, only {', '.join(table.column_names)}: name the one that holds the text"
-        )
+        raise CorpusError(f"{name} has no column {field!r}, only {', '.join(table.column_names)}: name the one with the text")
     return list(table[field])
 
 
@@ -141,7 +141,7 @@ def _refuse(error: Exception, repo: str, commit: str) -> NoReturn:
             f"{repo} needs a script of its own, which is never run: use a parquet file of it, or the hub's own conversion, "
             f"{PREFIX}{repo}@refs/convert/parquet"
         ) from error
-    if isinstance(error, DatasetsError | EmptyDatasetError):
+    if isinstance(error, DatasetsError | EmptyDatasetError | ValueError):  # Arrow's errors are ValueErrors
         raise _unreadable(error, repo, commit) from error
     translate(error, repo, commit)
 

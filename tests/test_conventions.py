@@ -60,7 +60,7 @@ def gptq_perplexity(model: Any, text: Tokens, length: int) -> float:
 
 
 def llama_cpp_perplexity(model: Any, text: Tokens, n_ctx: int) -> tuple[float, int]:
-    """llama-perplexity's loop and its count: the start token is written over each chunk's first token, the first half is context."""
+    """llama-perplexity's loop and count: the start token is written over each chunk's first token, the first half is context."""
     import torch
 
     stream = [*([BOS] if text.adds_bos else []), *text.ids.tolist()]

@@ -254,9 +254,9 @@ def test_every_group_is_searched_with_the_rows_it_will_keep(
     """v_proj and up_proj lose rows' scale to what they feed: that is done before their own columns are searched."""
     traced, searched = trace("llama"), list[list[Consumer]]()
 
-    def record(consumers: list[Consumer], *rest: Tensor) -> ScaleChoice:
+    def record(consumers: list[Consumer], gram: Tensor, share: Tensor | None, free: Tensor | None) -> ScaleChoice:
         searched.append(consumers)
-        return search_factors(consumers, *rest)
+        return search_factors(consumers, gram, share, free)
 
     monkeypatch.setattr(calib.awq, "search_factors", record)
     block = scaled(traced)
