@@ -7,6 +7,7 @@ has given that up, and nothing here asks for it.
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections.abc import Callable
@@ -77,11 +78,10 @@ def _commit(repo: str, revision: str | None) -> str:
 def _build(repo: str, commit: str, config: str | None) -> Any:
     """The library's builder of ``config``. Only the data set's metadata is asked for; files are fetched when it prepares them."""
     import datasets
-    from huggingface_hub.utils import logging
 
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # counted on a host of its own, which may not be reachable
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what is wrong is said in one sentence, by us
-    logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     try:

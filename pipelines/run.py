@@ -66,7 +66,8 @@ def main(
     corpus: Annotated[
         str,
         typer.Option(
-            help="pydoc, wikitext2, hub:ORG/NAME[@REVISION][:CONFIG][:SPLIT], or a .parquet, .jsonl or .txt file.",
+            help="pydoc, wikitext2, hub:ORG/NAME (a data set; @REVISION, :CONFIG and :SPLIT may follow), or a .parquet, .jsonl "
+            "or .txt file.",
             rich_help_panel=_CALIBRATION,
         ),
     ] = "pydoc",

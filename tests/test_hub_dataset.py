@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -120,10 +120,12 @@ def test_revision_is_resolved_recorded_and_pinned(tmp_path: Path) -> None:
 def test_another_commit_in_the_cache_is_never_taken_instead(tmp_path: Path) -> None:
     with HubServer(served(dataset_files("old"))) as server:
         client(server.url, tmp_path, "hub:org/data:single")
-        wrong, absent = client(server.url, tmp_path, f"hub:org/data@{NEW}:single", f"hub:org/none@{OLD}", HF_HUB_OFFLINE="1")
-    assert wrong["error"] == absent["error"] == "HubUnreachable"
+        names = [f"hub:org/data@{NEW}:single", f"hub:org/data@{OLD}:plain:test", f"hub:org/none@{OLD}"]
+        wrong, *absent = client(server.url, tmp_path, *names, HF_HUB_OFFLINE="1")
+    assert {answer["error"] for answer in (wrong, *absent)} == {"HubUnreachable"}
     assert f"the cache of data sets holds org/data at {OLD} and not at {NEW}" in wrong["message"]
-    assert "HF_HUB_OFFLINE is set, and the cache of data sets does not hold it" in absent["message"]
+    for answer in absent:
+        assert "HF_HUB_OFFLINE is set, and the cache of data sets does not hold it" in answer["message"]
 
 
 def test_what_cannot_be_chosen_is_named(tmp_path: Path) -> None:
@@ -147,7 +149,7 @@ def test_bad_data_sets_are_one_sentence_each(tmp_path: Path) -> None:
     bad = {
         "column": (
             {"a.parquet": parquet(["one"], "body")},
-            "has no column 'text', only id, body: name the one that holds the text",
+            "hub:org/column has no column 'text', only id, body: name the one with the text",
         ),
         "row": ({"a.parquet": parquet(["one", None])}, f"hub:org/row@{OLD}:default:train, row 2 holds NoneType in 'text'"),
         "blank": ({"a.parquet": parquet([""])}, f"hub:org/blank@{OLD}:default:train, field text is empty"),
@@ -165,6 +167,16 @@ def test_bad_data_sets_are_one_sentence_each(tmp_path: Path) -> None:
     for answer, (_, said) in zip(answers, bad.values(), strict=True):
         assert said in answer["message"]
         assert "\n" not in answer["message"]
+
+
+def test_the_command_says_what_it_loads_on_standard_error(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    options = ["--corpus", "hub:org/data:single", "--window", "8", "--evaluation-windows", "1", "--cards", "none"]
+    command = [sys.executable, "-m", "pipelines.run", "rtn", "--model", str(tiny_model("llama")), *options, "--dry-run", "--json"]
+    with HubServer(served(dataset_files("old"))) as server:
+        environment = {**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path)}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True)
+        assert done.stderr == f"Loading the data set org/data at {OLD} from {server.url}\n"
+    assert json.loads(done.stdout)["evaluation"].startswith("org/data:single:test, tokens 0 to 8: 1 x 8")
 
 
 @pytest.mark.parametrize("hangs", [True, False], ids=["hangs", "refuses"])

@@ -44,6 +44,19 @@ def test_tensors_that_are_no_parameters_are_carried_along(
     assert all(measurement.value is not None for measurement in manifest.measurements)
 
 
+@pytest.mark.parametrize("method", ["rtn", "awq"])
+def test_r32_a_tied_head_that_the_source_stores_twice_is_stored_once(
+    method: str, tiny_copy: Callable[[str], Path], text: Path, tmp_path: Path
+) -> None:
+    def double(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    manifest = run(method, changed(tiny_copy("tied"), double), tmp_path / "out", text)
+    record = next(record for record in manifest.tensors if record.name == "lm_head.weight")
+    assert (record.fate, record.alias_of, record.parts) == ("alias", "model.embed_tokens.weight", [])
+    assert all(measurement.value is not None for measurement in manifest.measurements)
+
+
 @pytest.mark.parametrize("zero", ["--symmetric", "--zero-point"])
 def test_r12_dead_columns_and_channels_leave_awq_unharmed(
     zero: str, tiny_copy: Callable[[str], Path], text: Path, tmp_path: Path
