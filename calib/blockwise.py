@@ -26,8 +26,8 @@ from quant.quantizer import Note, Outcome, get_quantizer
 from quant.scheme import Scheme
 
 
-def check_architecture(skeleton: Skeleton, plans: Sequence[TensorPlan]) -> None:
-    """Raise SourceError unless every planned matrix is the weight of a Linear module and every parameter is stored or tied."""
+def check_linears(skeleton: Skeleton, plans: Sequence[TensorPlan]) -> None:
+    """Raise SourceError unless every planned matrix is the weight of a Linear module, as running the blocks needs."""
     wrong = []
     for plan in plans:
         if isinstance(plan.fate, Quantise):
@@ -41,15 +41,6 @@ def check_architecture(skeleton: Skeleton, plans: Sequence[TensorPlan]) -> None:
         raise SourceError(
             f"{type(skeleton.model).__name__}: a calibrated method runs the blocks and needs plain Linear modules, but "
             f"{len(wrong)} planned matrices are none, the first is {wrong[0]}; use rtn, or keep them in float with a recipe"
-        )
-    stored = {plan.name for plan in plans}
-    missing = [name for name in skeleton.parameter_names() if name not in stored]
-    head = skeleton.model.get_output_embeddings()
-    tied = bool(skeleton.model.config.tie_word_embeddings)
-    absent = [name for name in missing if not (tied and head is not None and skeleton.get(name) is head.weight)]
-    if absent:
-        raise SourceError(
-            f"the checkpoint lacks {len(absent)} parameters of {type(skeleton.model).__name__}, the first is {absent[0]}"
         )
 
 

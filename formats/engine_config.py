@@ -40,6 +40,25 @@ def kept_linears(plans: Sequence[TensorPlan]) -> list[str]:
     )
 
 
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def fused_differences(plans: Sequence[TensorPlan]) -> list[str]:
+    """A sentence for every set of matrices that engines fuse into one (q, k, v; gate, up) and a recipe stores differently."""
+    stored = {plan.module: plan.fate.scheme if isinstance(plan.fate, Quantise) else None for plan in plans}
+    found = []
+    for module in stored:
+        parent, _, leaf = module.rpartition(".")
+        for family in _FUSED:
+            members = [f"{parent}.{name}" for name in family if f"{parent}.{name}" in stored]
+            if leaf == family[0] and len({stored[member] for member in members}) > 1:
+                ways = ", ".join(f"{member.rpartition('.')[2]} {stored[member] or 'float'}" for member in members)
+                found.append(
+                    f"{parent}: {ways}: vLLM and SGLang fuse these and refuse different schemes, transformers loads them"
+                )
+    return found
+
+
 def quantization_config(plans: Sequence[TensorPlan]) -> dict[str, Any]:
     """The block for a plan; what stays in float is ignored by name, and the output head always (it may be tied)."""
     ignored = sorted({*kept_linears(plans), "lm_head"})

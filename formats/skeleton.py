@@ -6,7 +6,7 @@ The whole model never has to be in memory: ``Skeleton.set`` puts tensors into mo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,25 @@ class Skeleton:
     def parameter_names(self) -> tuple[str, ...]:
         """All parameter names; a tied head appears under both of its names."""
         return tuple(name for name, _ in self.model.named_parameters(remove_duplicate=False))
+
+    def check_stored(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise SourceError where stored tensors (name to shape) and the architecture's parameters disagree; reads no weight.
+
+        Experts may be stored one by one and held fused, so that their names are not compared; a tied head need not be stored.
+        """
+        name = type(self.model).__name__
+        wanted = {n: tuple(p.shape) for n, p in self.model.named_parameters(remove_duplicate=False)}
+        wrong = [n for n, shape in shapes.items() if n in wanted and wanted[n] != shape]
+        if wrong:
+            raise SourceError(
+                f"{len(wrong)} tensors have another shape than config.json says of {name}, the first is {wrong[0]}: "
+                f"{list(shapes[wrong[0]])} stored, {list(wanted[wrong[0]])} expected"
+            )
+        head = self.model.get_output_embeddings()
+        tied = bool(self.model.config.tie_word_embeddings) and head is not None
+        absent = [n for n in wanted if n not in shapes and ".experts." not in n and not (tied and self.get(n) is head.weight)]
+        if absent:
+            raise SourceError(f"the checkpoint lacks {len(absent)} parameters of {name}, the first is {absent[0]}")
 
     def set(self, name: str, value: Tensor) -> None:
         """Put ``value`` in place of the parameter ``name``. Raises SourceError where there is none or the shape differs."""

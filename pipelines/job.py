@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
-from calib.blockwise import BlockwiseDriver, check_architecture
+from calib.blockwise import BlockwiseDriver, check_linears
 from calib.quantise import Quantised, quantise_without_data
 from eval.measurement import ln_ratio_measurement, perplexity_measurement
 from eval.perplexity import WindowLosses, window_losses
@@ -100,13 +100,14 @@ class Job:
         prepared, request = self.prepared, self.prepared.request
         groups = [plan.stored for plan in prepared.plans]
         metadata = header_metadata(request.method.name, prepared.plans)
+        skeleton = Skeleton(prepared.checkpoint.folder)
+        skeleton.check_stored({name: info.shape for name, info in prepared.checkpoint.tensors.items()})
         with ShardedWriter(folder, groups, metadata, request.shard_bytes) as writer:
             if prepared.calibration is None:
                 with self.progress.stage("quantise", unit="tensor") as report:
                     result = quantise_without_data(prepared.checkpoint, prepared.plans, writer, report)
             else:
-                skeleton = Skeleton(prepared.checkpoint.folder)
-                check_architecture(skeleton, prepared.plans)
+                check_linears(skeleton, prepared.plans)
                 driver = BlockwiseDriver(
                     prepared.checkpoint,
                     prepared.plans,

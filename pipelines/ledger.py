@@ -55,7 +55,7 @@ def build_manifest(
     weights = [file for file in written if file.role == "weights"]
     ledger = build_ledger(result.records, {file.name: file.header_bytes for file in weights})
     source = prepared.source
-    notes = [NoteRecord(kind="source", where="config", text=text) for text in prepared.checkpoint.notes]
+    notes = [NoteRecord(kind=kind, where="plan", text=text) for kind, text in prepared.notes]
     manifest = Manifest(
         method=request.method.name,
         recipe={"rules": [_rule_record(rule.pattern, rule.fate) for rule in request.rules]},

@@ -21,12 +21,13 @@ from eval.capacity.implications import Assumptions
 from eval.capacity.model_shape import ModelShape
 from eval.perplexity import check_positions
 from formats.checkpoint import Checkpoint
+from formats.engine_config import fused_differences
 from formats.fates import Quantise, Rule, TensorPlan, plan_fates
 from formats.output import check_output
 from formats.shards import ShardPlan, plan_shards
 from formats.sources import Source, resolve
 from pipelines.progress import announce
-from quant.errors import BitledgerError, UsageError
+from quant.errors import BitledgerError, SourceError, UsageError
 
 MANIFEST_ROOM_BYTES = 2_000_000
 
@@ -74,6 +75,12 @@ class Prepared:
     cards: tuple[Card, ...]
     shape: ModelShape | None
     system_prompt: str | None
+
+    @property
+    def notes(self) -> tuple[tuple[str, str], ...]:
+        """(kind, sentence) of what is odd before anything is done."""
+        found = [("source", text) for text in self.checkpoint.notes]
+        return (*found, *(("fused-siblings", text) for text in fused_differences(self.plans)))
 
 
 class Problems:
@@ -126,6 +133,7 @@ def prepare(request: Request) -> Prepared:
     if checkpoint is not None:
         with problems.collect():
             plans = plan_fates(checkpoint, request.rules)
+            _check_runnable(request.method, plans)
             shards = plan_shards(
                 [plan.stored for plan in plans], header_metadata(request.method.name, plans), request.shard_bytes
             )
@@ -160,6 +168,16 @@ def prepare(request: Request) -> Prepared:
         shape,
         prompt,
     )
+
+
+def _check_runnable(method: Method, plans: Sequence[TensorPlan]) -> None:
+    """Raise SourceError where a calibrated method meets experts, which transformers holds fused and does not run as matrices."""
+    experts = [plan.module for plan in plans if isinstance(plan.fate, Quantise) and ".experts." in plan.name]
+    if method.needs_calibration and experts:
+        raise SourceError(
+            f"{method.name} runs the blocks matrix by matrix, which the {len(experts)} matrices of experts do not allow yet "
+            f"(the first is {experts[0]}): use rtn, or keep them in float with a recipe rule"
+        )
 
 
 def _without_repeats(found: Sequence[BitledgerError]) -> list[BitledgerError]:

@@ -61,7 +61,7 @@ def _plan_record(prepared: Prepared) -> dict[str, Any]:
         "convention": prepared.request.convention.name,
         "evaluation": prepared.evaluation.describe(),
         "calibration": None if prepared.calibration is None else prepared.calibration.describe(),
-        "notes": list(prepared.checkpoint.notes),
+        "notes": [text for _, text in prepared.notes],
     }
 
 

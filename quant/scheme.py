@@ -8,7 +8,8 @@ Grammar: ``int<bits>-<zero>-<blocks>-<scale>``
 =========  ==========================================================================================================
 bits       2 to 8
 zero       ``sym``: signed codes in [-(2^(b-1)-1), 2^(b-1)-1], the *restricted* range: the most negative code is unused, so
-           that a second quantisation of quantised weights changes nothing.
+           that a second quantisation changes nothing (but for blocks whose float16 scale is subnormal, and the last bit of
+           float32 scales).
            ``zp``: codes 0 .. 2^b-1 with a stored integer zero point in the same range; the range always includes 0.
            ``fz``: the floating zero point of the source text's lab 4: round(-min/scale), unbounded; never stored by a codec.
 blocks     ``g<size>`` along the input dimension (last one may be short), ``channel`` (one per output row), ``tensor``
