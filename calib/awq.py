@@ -9,18 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from calib.capture import BlockInputs, BlockRunner
+from calib.capture import BlockInputs, BlockRunner, watching_outputs
 from calib.evidence import Evidence
-from calib.fold import Weights, fold_verified
+from calib.fold import Observer, Weights, fold_verified
 from calib.graph import FeedGroup, FromLinear
 from quant.errors import SchemeError
 from quant.quantizer import Note
 from quant.scheme import Scheme
 from quant.transforms.awq import Consumer, ScaleChoice, search_clipping, search_factors
+
+_UPDATE_SLACK = 1e-2
 
 
 @dataclass
@@ -106,7 +109,7 @@ class AwqBlock:
                 factors,
                 dtypes,
                 apply,
-                lambda: runner.forward(index, sample, inputs),
+                Observer(partial(self._look, index, sample, inputs, group)),
                 f"{place}.{group.consumers[0]}",
             )
             block.notes += notes
@@ -117,6 +120,14 @@ class AwqBlock:
             for group in wanted:
                 self._clip(block, group, evidence[group.consumers[0]], schemes, prefix)
         return block
+
+    def _look(self, index: int, sample: Tensor, inputs: BlockInputs, group: FeedGroup) -> list[tuple[Tensor, float]]:
+        """What the group's matrices compute, and what the block adds to its input (with a slack for the float noise of a sum)."""
+        seen: dict[str, Tensor] = {}
+        with watching_outputs(self.runner.block(index), group.consumers, seen.__setitem__):
+            output = self.runner.forward(index, sample, inputs)
+        noise = _UPDATE_SLACK * float(output.double().norm())
+        return [*((seen[name], 0.0) for name in group.consumers), (output - sample, noise)]
 
     def _factors(
         self, block: ScaledBlock, group: FeedGroup, found: Evidence, schemes: Mapping[str, Scheme], place: str

@@ -178,3 +178,18 @@ def watching_inputs(block: nn.Module, modules: Iterable[str], watch: Callable[[s
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def watching_outputs(block: nn.Module, modules: Iterable[str], watch: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Call ``watch(name, output)`` whenever one of the named modules inside ``block`` has run."""
+
+    def hook_for(name: str) -> Callable[[nn.Module, tuple[Any, ...], Tensor], None]:
+        return lambda module, args, output: watch(name, output)
+
+    handles = [block.get_submodule(name).register_forward_hook(hook_for(name)) for name in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +22,7 @@ from formats.folder import MANIFEST_NAME, allowed_roots
 from quant.errors import OutputError
 
 _MANIFEST_FORMAT = "bitledger-manifest/"
+_SHOWN = 8
 
 
 def check_output(output: Path, source: Path | None, needed_bytes: int, force: bool) -> None:
@@ -138,18 +140,39 @@ def _check_replaceable(output: Path, final: Path, force: bool) -> None:
     what = f"output {output} is not empty ({len(found)} entries, the first is {found[0]!r})"
     if not force:
         raise OutputError(f"{what}: choose another --output, or add --force to replace a folder that bitledger wrote")
-    if not _is_ours(final):
+    ours = _our_files(final)
+    if ours is None:
         raise OutputError(
             f"{what} and has no {MANIFEST_NAME} of bitledger: --force does not remove other people's files, do it yourself"
         )
+    foreign = sorted(name for name in _all_files(final) if name not in ours)
+    if foreign:
+        more = f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else ""
+        raise OutputError(
+            f"output {output} holds {', '.join(foreign[:_SHOWN])}{more}, which its manifest does not list: --force replaces only "
+            "what bitledger wrote, so move them first"
+        )
 
 
-def _is_ours(folder: Path) -> bool:
+def _our_files(folder: Path) -> frozenset[str] | None:
+    """Names that the manifest of ``folder`` lists, itself included; None where there is no manifest of ours."""
     try:
         found = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
-    return isinstance(found, dict) and str(found.get("format", "")).startswith(_MANIFEST_FORMAT)
+        return None
+    if not isinstance(found, dict) or not str(found.get("format", "")).startswith(_MANIFEST_FORMAT):
+        return None
+    files = found.get("files")
+    names = [file.get("name") for file in files if isinstance(file, dict)] if isinstance(files, list) else []
+    return frozenset([MANIFEST_NAME, *(name for name in names if isinstance(name, str))])
+
+
+def _all_files(folder: Path) -> Iterator[str]:
+    """Relative names of everything below ``folder`` that is no plain folder; links are not followed."""
+    for root, folders, files in os.walk(folder):
+        links = [name for name in folders if (Path(root) / name).is_symlink()]
+        for name in (*files, *links):
+            yield (Path(root) / name).relative_to(folder).as_posix()
 
 
 def _check_room(output: Path, final: Path, needed_bytes: int) -> None:

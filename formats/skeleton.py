@@ -39,7 +39,7 @@ def model_config(folder: Path) -> Any:
     with quiet_transformers():
         try:
             config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        except (ValueError, KeyError, OSError) as error:
+        except (ValueError, KeyError, OSError, TypeError) as error:  # the last: a value of the wrong kind in config.json
             raise SourceError(
                 f"transformers does not know the architecture in {folder / 'config.json'}: {str(error).splitlines()[0]}"
             ) from error
@@ -103,6 +103,10 @@ class Skeleton:
                 f"{len(wrong)} tensors have another shape than config.json says of {name}, the first is {wrong[0]}: "
                 f"{list(shapes[wrong[0]])} stored, {list(wanted[wrong[0]])} expected"
             )
+        known = wanted.keys() | {n for n, _ in self.model.named_buffers()}
+        extra = [n for n in shapes if n not in known and not n.endswith("rotary_emb.inv_freq")]
+        if extra and not any(".experts." in n for n in shapes):
+            raise SourceError(f"the checkpoint stores {len(extra)} tensors that {name} does not have, the first is {extra[0]}")
         head = self.model.get_output_embeddings()
         tied = bool(self.model.config.tie_word_embeddings) and head is not None
         absent = [n for n in wanted if n not in shapes and ".experts." not in n and not (tied and self.get(n) is head.weight)]

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from calib.conventions import Convention
 from calib.corpora import Corpus, load_corpus
 from calib.methods import Method
@@ -196,6 +199,16 @@ def _system_prompt(path: Path | None) -> str | None:
         raise UsageError(f"cannot read the system prompt {path}: {error}") from None
 
 
+def _check_ids(ids: NDArray[np.int64], vocabulary: object, folder: Path) -> None:
+    """Raise SourceError where the tokenizer makes ids that the model has no row for."""
+    largest = int(ids.max()) if len(ids) else 0
+    if isinstance(vocabulary, int) and largest >= vocabulary:
+        raise SourceError(
+            f"{folder}: the tokenizer makes token id {largest:,}, but config.json gives a vocabulary of {vocabulary:,}: "
+            "the tokenizer belongs to another model"
+        )
+
+
 def _windows(
     request: Request, checkpoint: Checkpoint, corpus: Corpus
 ) -> tuple[TextTokenizer, Windows, Windows | None, float | None]:
@@ -207,6 +220,7 @@ def _windows(
     wanted = 0 if count == "all" else count
     wanted += request.calibration_windows if request.method.needs_calibration else 0
     tokens = tokenise(corpus, tokenizer, at_least=wanted * (convention.window - 1))
+    _check_ids(tokens.ids, config.get("vocab_size"), checkpoint.folder)
     bos = convention.start_token(tokens.adds_bos)
     evaluation = evaluation_windows(
         tokens,

@@ -152,6 +152,8 @@ def main(
     for name, number in checked.items():
         if number < 1:
             raise UsageError(f"{name} is too small: {number + (name == '--window')}")
+    if seed < 0:
+        raise UsageError(f"--seed is 0 or more, not {seed}")
     given: dict[str, Any] = {name: value for name, value in context.params.items() if name not in _NOT_RECORDED}
     given["window"] = scoring.window
     today = datetime.datetime.now(datetime.UTC).date()

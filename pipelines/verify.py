@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from eval.recheck import recheck_measurements
 from formats.differences import Difference, diff
 from formats.integrity import Broken, verify_folder
 from formats.manifest import Manifest
@@ -35,7 +36,7 @@ def main(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Recompute sizes, hashes, headers, sums, configuration and a round trip per format; name the first broken thing."""
+    """Recompute sizes, hashes, headers, sums, configuration, round trips and perplexities; name the first broken thing."""
     if not folder.is_dir():
         raise UsageError(f"no such folder: {folder} (give the folder that holds manifest.json)")
     if against is not None and not against.exists():
@@ -54,11 +55,15 @@ def main(
 
 def _verify(folder: Path, seen: list[tuple[str, str]]) -> Manifest:
     with Progress().stage("verify", unit="MB") as report:
-        return verify_folder(
+        manifest = verify_folder(
             folder,
             report=lambda check, what: seen.append((check, what)),
             progress=lambda done, total: report(done // _MEGABYTE, total // _MEGABYTE),
         )
+    again = recheck_measurements(folder, manifest)
+    if again is not None:
+        seen.append(("measurements", again))
+    return manifest
 
 
 def _show(

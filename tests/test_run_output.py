@@ -207,3 +207,26 @@ def test_the_verify_command_finds_nothing_wrong(
     run(method, tiny_model(name), tmp_path / "out", text, "--shard-bytes", "90000", picture=True)
     command: Any = get_command(app)
     command.main(args=[str(tmp_path / "out")], standalone_mode=False)
+
+
+@pytest.mark.parametrize("name", ["perplexity", "perplexity_float", "ln_perplexity_ratio"])
+def test_an_edited_measurement_is_found_from_the_rows_beside_it(
+    name: str, tiny_model: Callable[[str], Path], text: Path, tmp_path: Path
+) -> None:
+    from eval.recheck import recheck_measurements
+
+    manifest = run("rtn", tiny_model("llama"), tmp_path / "out", text)
+    assert recheck_measurements(tmp_path / "out", manifest) == "3 figures computed again from 3 windows"
+    edited = [found.model_copy(update={"value": 1.5}) if found.name == name else found for found in manifest.measurements]
+    with pytest.raises(VerifyError, match=f"{name} is not what its rows give"):
+        recheck_measurements(tmp_path / "out", manifest.model_copy(update={"measurements": edited}))
+    with pytest.raises(VerifyError, match="is not what its rows give"):
+        recheck_measurements(tmp_path / "out", manifest.model_copy(update={"measurements": []}))
+
+
+def test_a_negative_seed_is_refused_before_any_work(tiny_model: Callable[[str], Path], text: Path, tmp_path: Path) -> None:
+    from quant.errors import UsageError
+
+    with pytest.raises(UsageError, match="--seed is 0 or more"):
+        run("rtn", tiny_model("llama"), tmp_path / "out", text, "--seed", "-1")
+    assert not (tmp_path / "out").exists()

@@ -82,8 +82,9 @@ def test_a_folder_with_content_needs_force_and_a_manifest_of_ours(source: Path, 
         assert "does not remove other people's files" in refusal(output, source, force=True)
     (output / "manifest.json").write_text(OURS)
     assert "--force" in refusal(output, source)
+    assert "holds thesis.txt, which its manifest does not list" in refusal(output, source, force=True)
+    (output / "thesis.txt").rename(tmp_path / "thesis.txt")
     check_output(output, source, 0, force=True)
-    assert (output / "thesis.txt").exists()
 
 
 def test_r98_files_read_only_places_and_impossible_names(source: Path, tmp_path: Path) -> None:
@@ -240,3 +241,15 @@ def test_a_killed_run_leaves_no_output_and_the_next_one_clears_up(tmp_path: Path
     with OutputFolder(output):
         pass
     assert names(tmp_path) == {"out", ".out.partial-notes"}
+
+
+def test_force_keeps_files_that_the_manifest_does_not_list(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "manifest.json").write_text('{"format": "bitledger-manifest/1", "files": [{"name": "model.safetensors"}]}')
+    (out / "model.safetensors").write_bytes(b"ours")
+    check_output(out, None, 0, True)
+    (out / "mine").mkdir()
+    (out / "mine" / "notes.txt").write_text("precious")
+    assert "mine/notes.txt" in refusal(out, None, force=True)
+    assert (out / "mine" / "notes.txt").read_text() == "precious"

@@ -278,3 +278,15 @@ def test_clipping_is_searched_on_the_inputs_of_the_scaled_block(trace: Callable[
         expected = search_clipping(block.weights[key], Scheme(3, "sym", 16), fresh[key.removesuffix(".weight")].gram)
         assert float((shrink == expected).float().mean()) > 0.99, key  # but for ties
         assert bool((shrink < 1).any())
+
+
+def test_a_wrong_fold_is_seen_however_large_the_residual_stream_is() -> None:
+    """Beside a residual a million times the block's update only what the consumers compute tells the ways of folding apart."""
+    from calib.fold import Observer
+
+    residual, right, wrong = torch.full((4, 8), 1e6), torch.ones(4, 8), torch.full((4, 8), 1.05)
+    state = {"consumer": right}
+    observer = Observer(lambda: [(state["consumer"], 0.0), (residual * 1e-6, 1e-2 * float(residual.norm()))])
+    before = observer()
+    state["consumer"] = wrong
+    assert float((observer() - before).norm() / before.norm()) > 1e-2
