@@ -114,7 +114,9 @@ def test_help_answers_within_a_second(words: tuple[str, ...]) -> None:
 
 def test_ctrl_c_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "sleeper.py").write_text(
-        "import time, typer\nfrom pipelines.cli import run_app\napp = typer.Typer()\n\n@app.command()\n"
+        # A shell that starts this in the background makes its children ignore the signal: the sleeper listens again.
+        "import signal, time, typer\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from pipelines.cli import run_app\napp = typer.Typer()\n\n@app.command()\n"
         "def main() -> None:\n    print('ready', flush=True)\n    time.sleep(60)\n\nrun_app(app)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -124,5 +126,8 @@ def test_ctrl_c_is_one_line(tmp_path: Path) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=30)[1] == "error: interrupted\n"
+    try:
+        assert process.communicate(timeout=30)[1] == "error: interrupted\n"
+    finally:
+        process.kill()
     assert process.returncode == 130
