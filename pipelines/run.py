@@ -16,7 +16,7 @@ from calib.methods import METHODS, get_method
 from eval.capacity.implications import Assumptions
 from formats.fates import Quantise, Rule
 from pipelines.cli import HELP_OPTIONS, run_app
-from pipelines.prepare import Request, prepare
+from pipelines.prepare import Prepared, Request, prepare
 from pipelines.progress import Progress
 from pipelines.recipe import DEFAULT_BITS, DEFAULT_GROUP, load_recipe, parse_group_size
 from pipelines.summary import show_finished, show_plan
@@ -185,12 +185,11 @@ def main(
         options={name: str(value) if isinstance(value, Path) else value for name, value in given.items()},
     )
     prepared = prepare(request)
+    progress = Progress()
+    _check_values(prepared, progress)
     if dry_run:
         show_plan(prepared, as_json)
         return
-    progress = Progress()
-    with progress.stage("check values", unit="MB") as report:
-        prepared.checkpoint.check_finite(lambda done, total: report(done // 10**6, total // 10**6))
     from pipelines.job import Job  # heavy imports come after every check
 
     finished = Job(prepared, progress).execute()
@@ -200,6 +199,16 @@ def main(
         show_finished(prepared, finished.manifest, finished.sha256)
 
 
+def _check_values(prepared: Prepared, progress: Progress) -> None:
+    """Refuse NaN and infinities; what takes no second needs no progress line before its error."""
+    if sum(file.nbytes for file in prepared.checkpoint.weight_files) < _SOON_READ_BYTES:
+        prepared.checkpoint.check_finite()
+        return
+    with progress.stage("check values", unit="MB") as report:
+        prepared.checkpoint.check_finite(lambda done, total: report(done // 10**6, total // 10**6))
+
+
+_SOON_READ_BYTES = 1_000_000_000
 _NOT_RECORDED = frozenset({"output", "force", "dry_run", "as_json", "method"})
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
+import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -89,6 +92,8 @@ def show_plan(prepared: Prepared, as_json: bool) -> None:
     console.print(f"calibration: {record['calibration'] or 'none: this method needs no data'}", markup=False, highlight=False)
     for note in record["notes"]:
         console.print(f"note: {note}", markup=False, highlight=False)
+    if prepared.request.method.transform is not None:
+        console.print("normalisations are kept in place and size, but may take up scaling factors (folded)", highlight=False)
     console.print("no problems found; nothing was written", highlight=False)
 
 
@@ -113,13 +118,19 @@ def show_finished(prepared: Prepared, manifest: Manifest, sha256: str) -> None:
     console.print(
         f"  {folder / REPORT_NAME}        # this run as a picture; its windows: {WINDOWS_NAME}", markup=False, highlight=False
     )
-    console.print(f"  python -m pipelines.verify {folder}", markup=False, highlight=False)
-    console.print(f"  vllm serve {folder}", markup=False, highlight=False)
-    console.print(
-        f"  python -c \"from transformers import AutoModelForCausalLM as A; A.from_pretrained('{folder}')\"", markup=False
-    )
+    quoted, python = shlex.quote(str(folder)), shlex.quote(_python())
+    load = f"from transformers import AutoModelForCausalLM as A; print(A.from_pretrained({str(folder)!r}))"
+    console.print(f"  {python} -m pipelines.verify {quoted}", markup=False, highlight=False)
+    console.print(f"  {python} -c {shlex.quote(load)}", markup=False, highlight=False)
+    console.print(f"  vllm serve {quoted}        # where vLLM is installed", markup=False, highlight=False)
     for sentence in _advice(prepared):
         console.print(f"  mind: {sentence}", markup=False, highlight=False)
+
+
+def _python() -> str:
+    """The running interpreter as one would type it here."""
+    here, running = Path.cwd(), Path(sys.executable)
+    return str(running.relative_to(here)) if running.is_relative_to(here) else str(running)
 
 
 def _advice(prepared: Prepared) -> list[str]:
