@@ -18,11 +18,12 @@ from calib.capture import BlockInputs, BlockRunner, watching_outputs
 from calib.evidence import Evidence
 from calib.fold import Observer, Weights, fold_verified
 from calib.graph import FeedGroup, FromLinear
-from quant.errors import SchemeError
+from calib.naming import naming
 from quant.quantizer import Note
 from quant.scheme import Scheme
 from quant.transforms.awq import Consumer, ScaleChoice, search_clipping, search_factors
 
+# Share of the block's output norm that its update is compared with on top of its own: the sum's float32 noise stays below it.
 _UPDATE_SLACK = 1e-2
 
 
@@ -44,27 +45,12 @@ class ScaledBlock:
     notes: list[Note] = field(default_factory=list)
 
 
-class naming:
-    """Puts the tensor's name before the sentence of a SchemeError raised inside: quantisers know no names."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, SchemeError):
-            raise SchemeError(f"{self.name}: {error}") from error
-
-
 class AwqBlock:
     """Scales one block after another of a ``BlockRunner``.
 
     Args:
-        schemes: scheme of each matrix that is quantised, by parameter name inside the block.
-        dtypes: stored type of every parameter, by name inside the block.
-        clip: search the clipping of every block of the grid as well.
+        scale: search and fold the factors of every feed group.
+        clip: search the clipping of every block of the grid.
     """
 
     def __init__(self, runner: BlockRunner, *, scale: bool = True, clip: bool) -> None:
@@ -81,15 +67,20 @@ class AwqBlock:
         schemes: Mapping[str, Scheme],
         dtypes: Mapping[str, torch.dtype],
     ) -> ScaledBlock:
-        """Scale block ``index``, whose parameters are loaded; on return the runner holds the folded float parameters."""
+        """Scale block ``index``, whose parameters are loaded; on return the runner holds the folded float parameters.
+
+        Args:
+            schemes: scheme of each matrix that is quantised, by parameter name inside the block.
+            dtypes: stored type of every parameter, by name inside the block.
+        """
         runner, place = self.runner, f"{self.runner.skeleton.blocks_name}.{index}"
         prefix = f"{place}."
         block = ScaledBlock(
             {name.removeprefix(prefix): runner.skeleton.get(name).data for name in runner.block_parameters(index)}
         )
-        wanted = [group for group in groups if any(f"{name}.weight" in schemes for name in group.consumers)]
         if not (self.scaling or self.clip):
             return block
+        wanted = [group for group in groups if any(f"{name}.weight" in schemes for name in group.consumers)]
         evidence = runner.gather(index, [group.consumers[0] for group in wanted], inputs)
         sample = inputs.sample(runner.SAMPLE)
 

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from calib.awq import AwqBlock, ScaledBlock, naming
+from calib.awq import AwqBlock, ScaledBlock
 from calib.capture import BlockInputs, BlockRunner
 from calib.evidence import Evidence
 from calib.graph import FeedGroup, trace_groups
 from calib.methods import Method
+from calib.naming import naming
 from calib.quantise import Quantised, Report, TensorSink, put_alone
 from formats.checkpoint import TORCH_DTYPES, Checkpoint
 from formats.fates import Quantise, TensorPlan
@@ -23,7 +24,6 @@ from formats.skeleton import Skeleton
 from formats.writer import ShardedWriter
 from quant.errors import SourceError
 from quant.quantizer import Note, Outcome, get_quantizer
-from quant.scheme import Scheme
 
 
 def check_linears(skeleton: Skeleton, plans: Sequence[TensorPlan]) -> None:
@@ -48,8 +48,6 @@ class BlockwiseDriver:
     """Calibrates and quantises block by block; what lies before and after the blocks is streamed.
 
     Args:
-        ids: calibration windows, int64 ``[n, length]``.
-        batch: windows per forward pass.
         method: its transform scales every block first, if it has one; the plans say which quantiser makes the codes.
         clip: search the clipping of the grids.
     """
@@ -75,7 +73,7 @@ class BlockwiseDriver:
 
     @torch.no_grad()
     def run(self, ids: Tensor, batch: int, report: Report) -> Quantised:
-        """Calibrate on ``ids`` and put every planned tensor."""
+        """Calibrate on the windows ``ids``, int64 ``[n, length]``, ``batch`` at a time, and put every planned tensor."""
         count = len(self.runner.skeleton.blocks)
         inputs = self.runner.start(ids, batch)
         pending = list(self.plans)
@@ -95,16 +93,13 @@ class BlockwiseDriver:
         runner = self.runner
         names = runner.block_parameters(index)
         runner.load(names)
-        schemes: dict[str, Scheme] = {
-            plan.name.removeprefix(prefix): plan.fate.scheme for plan in plans if isinstance(plan.fate, Quantise)
-        }
+        fates = {plan.name.removeprefix(prefix): plan.fate for plan in plans if isinstance(plan.fate, Quantise)}
         dtypes: dict[str, torch.dtype] = {
             plan.name.removeprefix(prefix): getattr(torch, TORCH_DTYPES[plan.info.dtype]) for plan in plans
         }
         groups = self._graph(index, inputs)
-        scaled = self.awq.scale(index, inputs, groups, schemes, dtypes)
+        scaled = self.awq.scale(index, inputs, groups, {name: fate.scheme for name, fate in fates.items()}, dtypes)
         self.result.notes += scaled.notes
-        fates = {plan.name.removeprefix(prefix): plan.fate for plan in plans if isinstance(plan.fate, Quantise)}
         outcomes = self._codes(index, prefix, inputs, groups, scaled, fates)
         for plan in plans:
             name = plan.name.removeprefix(prefix)

@@ -7,12 +7,13 @@ recorded by stubs in their place, so that no architecture has to be known by nam
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from calib.evidence import Evidence
 from formats.skeleton import Skeleton
@@ -142,20 +143,26 @@ class BlockRunner:
         return BlockInputs(after, inputs.calls)
 
     def gather(self, index: int, modules: Sequence[str], inputs: BlockInputs) -> dict[str, Evidence]:
-        """Evidence on the inputs of the named modules (names inside the block) over all windows.
+        """Evidence on the inputs of the named modules (names inside the block, each run once in a pass) over all windows.
 
         Raises:
             NonFiniteTensor: an input, or a sum of its products, that is not finite; the block before had finite outputs.
         """
         found: dict[str, Evidence] = {}
+        waiting: set[str] = set()
 
         def watch(name: str, value: Tensor) -> None:
             seen = Evidence.of(value)
             found[name] = found[name] + seen if name in found else seen
+            waiting.discard(name)
+            if not waiting:
+                raise _Stop  # what the block does with the last of these inputs need not be computed
 
         with watching_inputs(self.block(index), modules, watch):
             for hidden in inputs.hidden:
-                self.forward(index, hidden, inputs)
+                waiting.update(modules)
+                with suppress(_Stop):
+                    self.forward(index, hidden, inputs)
         for name, evidence in found.items():
             if not bool(torch.isfinite(evidence.gram).all()):
                 raise NonFiniteTensor(
@@ -166,30 +173,31 @@ class BlockRunner:
 
 
 @contextmanager
-def watching_inputs(block: nn.Module, modules: Iterable[str], watch: Callable[[str, Tensor], None]) -> Iterator[None]:
+def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Hooks that last as long as the context."""
+    held = list(handles)
+    try:
+        yield
+    finally:
+        for handle in held:
+            handle.remove()
+
+
+def watching_inputs(
+    block: nn.Module, modules: Iterable[str], watch: Callable[[str, Tensor], None]
+) -> AbstractContextManager[None]:
     """Call ``watch(name, input)`` whenever one of the named modules inside ``block`` runs."""
 
     def hook_for(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         return lambda module, args: watch(name, args[0])
 
-    handles = [block.get_submodule(name).register_forward_pre_hook(hook_for(name)) for name in modules]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return hooked(block.get_submodule(name).register_forward_pre_hook(hook_for(name)) for name in modules)
 
 
-@contextmanager
-def watching_outputs(block: nn.Module, modules: Iterable[str], watch: Callable[[str, Tensor], None]) -> Iterator[None]:
+def watching_outputs(block: nn.Module, modules: Iterable[str], watch: Callable[[str, Any], None]) -> AbstractContextManager[None]:
     """Call ``watch(name, output)`` whenever one of the named modules inside ``block`` has run."""
 
-    def hook_for(name: str) -> Callable[[nn.Module, tuple[Any, ...], Tensor], None]:
+    def hook_for(name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
         return lambda module, args, output: watch(name, output)
 
-    handles = [block.get_submodule(name).register_forward_hook(hook_for(name)) for name in modules]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return hooked(block.get_submodule(name).register_forward_hook(hook_for(name)) for name in modules)

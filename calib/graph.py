@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from calib.capture import watching_inputs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from calib.capture import hooked, watching_inputs, watching_outputs
 
 RunBlock = Callable[[], Tensor]
 _CONSTANT = 1e-3  # relative deviation from one factor per channel that is still called constant
@@ -60,20 +56,17 @@ def trace_groups(block: nn.Module, run: RunBlock) -> tuple[FeedGroup, ...]:
     inputs: dict[str, Tensor] = {}
     produced: list[tuple[str, Tensor]] = []
 
-    def note_output(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        return lambda module, args, output: produced.append((name, output)) if isinstance(output, Tensor) else None
+    def note_output(name: str, output: Any) -> None:
+        if isinstance(output, Tensor):
+            produced.append((name, output))
 
-    handles = [
-        module.register_forward_hook(note_output(name))
+    weighted = [
+        name
         for name, module in block.named_modules()
         if name and not isinstance(module, nn.Linear) and isinstance(getattr(module, "weight", None), Tensor)
     ]
-    try:
-        with watching_inputs(block, linears, inputs.__setitem__):
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with watching_outputs(block, weighted, note_output), watching_inputs(block, linears, inputs.__setitem__):
+        run()
     shared: list[list[str]] = []
     for name in inputs:
         for group in shared:
@@ -123,7 +116,8 @@ def _probe(block: nn.Module, producer: nn.Linear, consumer: str, before: Tensor,
     order = torch.randperm(width, generator=generator)
     factors = torch.empty_like(ordered).index_copy_(0, order, ordered.exp())
     seen: dict[str, Tensor] = {}
-    with _output_times(producer, factors), watching_inputs(block, [consumer], seen.__setitem__):
+    times = producer.register_forward_hook(lambda module, args, output: output * factors.to(output.device, output.dtype))
+    with hooked([times]), watching_inputs(block, [consumer], seen.__setitem__):
         run()
     after = seen[consumer].reshape(-1, before.shape[-1]).double()
     energy = (before * before).sum(0)
@@ -138,12 +132,3 @@ def _probe(block: nn.Module, producer: nn.Linear, consumer: str, before: Tensor,
     if not bool(matched.any()) or bool((alive & ~matched).any()):
         return None
     return torch.where(matched, order[nearer], torch.full_like(nearer, -1))
-
-
-@contextmanager
-def _output_times(module: nn.Linear, factors: Tensor) -> Iterator[None]:
-    handle = module.register_forward_hook(lambda _module, _args, output: output * factors.to(output.device, output.dtype))
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -12,7 +12,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from calib.awq import naming
+from calib.naming import naming
 from formats.checkpoint import TORCH_DTYPES, Checkpoint
 from formats.codec import get_codec
 from formats.engine_config import kept_linears

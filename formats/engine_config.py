@@ -19,8 +19,8 @@ from quant.scheme import Scheme
 # The release whose layout is followed; informational, no reader checks it.
 LAYOUT_VERSION = "0.15.0"
 
-
 _TABLES = ("embed_tokens", "wte", "embed_in", "wpe", "embed_positions")
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def is_table(module: str) -> bool:
@@ -38,9 +38,6 @@ def kept_linears(plans: Sequence[TensorPlan]) -> list[str]:
         and plan.name.endswith(".weight")
         and not is_table(plan.module)
     )
-
-
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def fused_differences(plans: Sequence[TensorPlan]) -> list[str]:
