@@ -17,11 +17,10 @@ from calib.evidence import Evidence
 from calib.graph import FeedGroup, trace_groups
 from calib.methods import Method
 from calib.naming import naming
-from calib.quantise import Quantised, Report, TensorSink, put_alone
+from calib.quantise import Quantised, Report, Sink, put_alone
 from formats.checkpoint import TORCH_DTYPES, Checkpoint
 from formats.fates import Quantise, TensorPlan
 from formats.skeleton import Skeleton
-from formats.writer import ShardedWriter
 from quant.errors import SourceError
 from quant.quantizer import Note, Outcome, get_quantizer
 
@@ -50,13 +49,15 @@ class BlockwiseDriver:
     Args:
         method: its transform scales every block first, if it has one; the plans say which quantiser makes the codes.
         clip: search the clipping of the grids.
+        result: takes the notes of the run.
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         plans: Sequence[TensorPlan],
-        writer: ShardedWriter,
+        sink: Sink,
+        result: Quantised,
         skeleton: Skeleton,
         *,
         method: Method,
@@ -65,14 +66,14 @@ class BlockwiseDriver:
     ) -> None:
         self.checkpoint = checkpoint
         self.plans = plans
-        self.result = Quantised()
-        self.sink = TensorSink(writer, self.result, plans)
+        self.result = result
+        self.sink = sink
         self.runner = BlockRunner(skeleton, checkpoint.tensor, device)
         self.awq = AwqBlock(self.runner, scale=method.transform == "awq", clip=clip)
         self._groups: dict[tuple[tuple[str, ...], ...], tuple[FeedGroup, ...]] = {}
 
     @torch.no_grad()
-    def run(self, ids: Tensor, batch: int, report: Report) -> Quantised:
+    def run(self, ids: Tensor, batch: int, report: Report) -> None:
         """Calibrate on the windows ``ids``, int64 ``[n, length]``, ``batch`` at a time, and put every planned tensor."""
         count = len(self.runner.skeleton.blocks)
         inputs = self.runner.start(ids, batch)
@@ -87,7 +88,6 @@ class BlockwiseDriver:
             report(index + 1, count)
         for plan in pending:
             put_alone(self.checkpoint, plan, self.sink)
-        return self.result
 
     def _block(self, index: int, prefix: str, plans: Sequence[TensorPlan], inputs: BlockInputs, *, last: bool) -> BlockInputs:
         runner = self.runner

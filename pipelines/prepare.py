@@ -54,11 +54,17 @@ class Request:
     device: str
     batch: int
     clip: bool
+    tune_steps: int
     force: bool
     shard_bytes: int
     system_prompt: Path | None
     assumptions: Assumptions
     options: dict[str, str | int | float | bool | None] = field(default_factory=dict)
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether the run reads calibration windows."""
+        return self.method.needs_calibration or self.tune_steps > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +224,7 @@ def _windows(
     check_positions(convention.window, config.get("max_position_embeddings", config.get("n_positions")))
     tokenizer = TextTokenizer.from_folder(checkpoint.folder)
     wanted = 0 if count == "all" else count
-    wanted += request.calibration_windows if request.method.needs_calibration else 0
+    wanted += request.calibration_windows if request.calibrates else 0
     tokens = tokenise(corpus, tokenizer, at_least=wanted * (convention.window - 1))
     _check_ids(tokens.ids, config.get("vocab_size"), checkpoint.folder)
     bos = convention.start_token(tokens.adds_bos)
@@ -231,7 +237,7 @@ def _windows(
         first_scored=convention.first_scored,
         tail=convention.tail,
     )
-    if not request.method.needs_calibration:
+    if not request.calibrates:
         return tokenizer, evaluation, None, None
     calibration = calibration_windows(
         tokens,

@@ -63,6 +63,14 @@ def main(
             "--clip/--no-clip", help="Calibrated methods: also search how far to clip every block.", rich_help_panel=_QUALITY
         ),
     ] = True,
+    tune: Annotated[
+        int,
+        typer.Option(
+            metavar="STEPS",
+            help="Then train scales and norm weights end to end on the calibration windows, this many steps; codes stay.",
+            rich_help_panel=_QUALITY,
+        ),
+    ] = 0,
     corpus: Annotated[
         str,
         typer.Option(
@@ -152,6 +160,10 @@ def main(
     for name, number in checked.items():
         if number < 1:
             raise UsageError(f"{name} is too small: {number + (name == '--window')}")
+    if tune < 0:
+        raise UsageError(f"--tune takes a number of steps, 0 or more, not {tune}")
+    if tune and calibration_windows < 2:
+        raise UsageError("--tune holds a calibration window back to judge its steps: --calibration-windows must be 2 or more")
     if seed < 0:
         raise UsageError(f"--seed is 0 or more, not {seed}")
     given: dict[str, Any] = {name: value for name, value in context.params.items() if name not in _NOT_RECORDED}
@@ -173,6 +185,7 @@ def main(
         device=_device(device),
         batch=batch,
         clip=clip,
+        tune_steps=tune,
         force=force,
         shard_bytes=shard_bytes,
         system_prompt=system_prompt,
