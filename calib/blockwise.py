@@ -18,6 +18,7 @@ from calib.graph import FeedGroup, trace_groups
 from calib.methods import Method
 from calib.naming import naming
 from calib.quantise import Quantised, Report, Sink, put_alone
+from calib.rounding import ITERATIONS, LearnedRounding, Target
 from formats.checkpoint import TORCH_DTYPES, Checkpoint
 from formats.fates import Quantise, TensorPlan
 from formats.skeleton import Skeleton
@@ -49,6 +50,7 @@ class BlockwiseDriver:
     Args:
         method: its transform scales every block first, if it has one; the plans say which quantiser makes the codes.
         clip: search the clipping of the grids.
+        learn_iterations: steps per block of learned rounding, where the method has it.
         result: takes the notes of the run.
     """
 
@@ -63,6 +65,7 @@ class BlockwiseDriver:
         method: Method,
         device: str,
         clip: bool,
+        learn_iterations: int = ITERATIONS,
     ) -> None:
         self.checkpoint = checkpoint
         self.plans = plans
@@ -70,6 +73,8 @@ class BlockwiseDriver:
         self.sink = sink
         self.runner = BlockRunner(skeleton, checkpoint.tensor, device)
         self.awq = AwqBlock(self.runner, scale=method.transform == "awq", clip=clip)
+        self.learned = LearnedRounding(self.runner, learn_iterations) if method.learned else None
+        self.float_inputs: BlockInputs | None = None
         self._groups: dict[tuple[tuple[str, ...], ...], tuple[FeedGroup, ...]] = {}
 
     @torch.no_grad()
@@ -77,6 +82,7 @@ class BlockwiseDriver:
         """Calibrate on the windows ``ids``, int64 ``[n, length]``, ``batch`` at a time, and put every planned tensor."""
         count = len(self.runner.skeleton.blocks)
         inputs = self.runner.start(ids, batch)
+        self.float_inputs = inputs if self.learned else None
         pending = list(self.plans)
         for index in range(count):
             prefix = f"{self.runner.skeleton.blocks_name}.{index}."
@@ -100,7 +106,11 @@ class BlockwiseDriver:
         groups = self._graph(index, inputs)
         scaled = self.awq.scale(index, inputs, groups, {name: fate.scheme for name, fate in fates.items()}, dtypes)
         self.result.notes += scaled.notes
+        target = self._target(index)
         outcomes = self._codes(index, prefix, inputs, groups, scaled, fates)
+        if self.learned is not None and target is not None and outcomes:
+            outcomes, note = self.learned.refine(index, inputs, target, outcomes, scaled.weights)
+            self.result.notes.append(note)
         for plan in plans:
             name = plan.name.removeprefix(prefix)
             if name in outcomes:
@@ -112,6 +122,13 @@ class BlockwiseDriver:
         after = inputs if last else runner.advance(index, inputs)
         runner.skeleton.clear(names)
         return after
+
+    def _target(self, index: int) -> Target | None:
+        """Where rounding is learned: the float outputs of block ``index``, loaded in float; the float stream goes on."""
+        if self.float_inputs is None:
+            return None
+        self.float_inputs = self.runner.advance(index, self.float_inputs)
+        return Target.of(self.float_inputs.hidden)
 
     def _codes(
         self,

@@ -21,6 +21,12 @@ from quant.scheme import Scheme
 TRAINABLE_SCALES = ("f16", "bf16", "f32")
 
 
+def compute_type(device: str) -> torch.dtype:
+    """bfloat16 where the processor multiplies it natively, else float32: the type of the matrix products while training."""
+    native = device != "cpu" or bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return torch.bfloat16 if native else torch.float32
+
+
 def levels_of(qtensor: QTensor) -> Tensor:
     """What the codes mean where every scale is 1: float32 ``[out, in]``."""
     return dataclasses.replace(qtensor, scales=torch.ones_like(qtensor.scales)).dequantise()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from calib.held import Held
-from calib.student import FrozenLinear, ScaledLinear
+from calib.student import FrozenLinear, ScaledLinear, compute_type
 from calib.teacher import Teacher
 from formats.checkpoint import TORCH_DTYPES, Checkpoint
 from formats.fates import TensorPlan
@@ -154,12 +154,6 @@ def divergence(teacher: Tensor, student: Tensor, chunk: int = 256) -> tuple[floa
         total += float((probability * (wanted - found)).sum())
         gradient[rows] = found.exp_().sub_(probability).to(gradient.dtype)
     return total, gradient
-
-
-def compute_type(device: str) -> torch.dtype:
-    """bfloat16 where the processor multiplies it natively, else float32."""
-    native = device != "cpu" or bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    return torch.bfloat16 if native else torch.float32
 
 
 def split(count: int) -> tuple[list[int], list[int]]:

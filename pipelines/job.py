@@ -133,6 +133,7 @@ class Job:
             method=request.method,
             device=request.device,
             clip=request.clip,
+            learn_iterations=request.learn_iterations,
         )
         with self.progress.stage("quantise") as report:
             driver.run(self._calibration_ids(), request.batch, report)

@@ -55,6 +55,7 @@ class Request:
     batch: int
     clip: bool
     tune_steps: int
+    learn_iterations: int
     force: bool
     shard_bytes: int
     system_prompt: Path | None

@@ -71,6 +71,9 @@ def main(
             rich_help_panel=_QUALITY,
         ),
     ] = 0,
+    learn_iterations: Annotated[
+        int, typer.Option(help="Methods with learned rounding: steps per block.", rich_help_panel=_QUALITY)
+    ] = 60,
     corpus: Annotated[
         str,
         typer.Option(
@@ -155,6 +158,7 @@ def main(
         "--calibration-windows": calibration_windows,
         "--window": scoring.window - 1,
         "--batch": batch,
+        "--learn-iterations": learn_iterations,
         "--shard-bytes": shard_bytes,
     }
     for name, number in checked.items():
@@ -186,6 +190,7 @@ def main(
         batch=batch,
         clip=clip,
         tune_steps=tune,
+        learn_iterations=learn_iterations,
         force=force,
         shard_bytes=shard_bytes,
         system_prompt=system_prompt,
