@@ -165,7 +165,7 @@ def plan_fates(checkpoint: Checkpoint, rules: Sequence[Rule]) -> tuple[TensorPla
                 elif len(info.shape) == 2:
                     used.add(first)
                     forced.append(f"{name} ({reason}; rule {rules[first].pattern!r})")
-        plans.append(TensorPlan(info, fate, _stored(info, fate)))
+        plans.append(TensorPlan(info, fate, stored_specs(info, fate)))
     _raise_recipe_problems(rules, used, unmatched, forced)
     _raise_scheme_problems(plans)
     if not any(isinstance(plan.fate, Quantise) for plan in plans):
@@ -173,7 +173,8 @@ def plan_fates(checkpoint: Checkpoint, rules: Sequence[Rule]) -> tuple[TensorPla
     return tuple(plans)
 
 
-def _stored(info: TensorInfo, fate: Fate) -> tuple[TensorSpec, ...]:
+def stored_specs(info: TensorInfo, fate: Fate) -> tuple[TensorSpec, ...]:
+    """The tensors that a source tensor with this fate is stored as, in their order."""
     if isinstance(fate, Alias):
         return ()
     if isinstance(fate, Keep):

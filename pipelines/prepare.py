@@ -28,6 +28,7 @@ from formats.engine_config import fused_differences
 from formats.fates import Quantise, Rule, TensorPlan, plan_fates
 from formats.output import check_output
 from formats.shards import ShardPlan, plan_shards
+from formats.sizing import SizeTarget
 from formats.sources import Source, resolve
 from pipelines.progress import announce
 from quant.errors import BitledgerError, SourceError, UsageError
@@ -56,6 +57,7 @@ class Request:
     clip: bool
     tune_steps: int
     learn_iterations: int
+    target: SizeTarget | None
     force: bool
     shard_bytes: int
     system_prompt: Path | None
@@ -65,7 +67,7 @@ class Request:
     @property
     def calibrates(self) -> bool:
         """Whether the run reads calibration windows."""
-        return self.method.needs_calibration or self.tune_steps > 0
+        return self.method.needs_calibration or self.tune_steps > 0 or self.target is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,8 @@ def prepare(request: Request) -> Prepared:
             shards = plan_shards(
                 [plan.stored for plan in plans], header_metadata(request.method.name, plans), request.shard_bytes
             )
+            if request.target is not None:
+                request.target.budget(plans, sum(shard.nbytes for shard in shards))
         with problems.collect():
             check_output(request.output, checkpoint.folder, _needed_bytes(checkpoint, shards), request.force)
         if cards:
