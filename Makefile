@@ -13,13 +13,14 @@ VLLM_READY := $(VLLM)/.bitledger-ready
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench test-engines clean
+.PHONY: help demo test check bench bench-quality test-engines clean
 
 help:
 	@echo "make demo          quantise the embedded model with AWQ into artifacts/demo, then verify it"
 	@echo "make test          ruff, mypy --strict, fast tests, then the tests on the real model"
 	@echo "make check         the same without the real model"
 	@echo "make bench         wall time and memory of awq and rtn beside one float forward pass"
+	@echo "make bench-quality every method on the same windows, written into docs/quality.md (hours; CORPUS=file without a hub)"
 	@echo "make test-engines  the tests that load our files in vLLM, in an environment of its own"
 	@echo "make clean         remove environments and caches (artifacts stay)"
 
@@ -37,6 +38,9 @@ test: check
 
 bench: $(READY)
 	$(PY) -m benchmarks.quantise_ratio
+
+bench-quality: $(READY)
+	$(PY) -m benchmarks.quality $(if $(CORPUS),--corpus $(CORPUS))
 
 test-engines: $(READY) $(VLLM_READY)
 	$(PY) -m pytest -q -m engine

@@ -17,12 +17,12 @@ from calib.evidence import Evidence
 from calib.graph import FeedGroup, trace_groups
 from calib.methods import Method
 from calib.naming import naming
-from calib.quantise import Quantised, Report, TensorSink, put_alone, round_alone, stored_values
+from calib.quantise import Quantised, Report, Sink, put_alone, round_alone, stored_values
+from calib.rounding import ITERATIONS, LearnedRounding, Target
 from formats.checkpoint import TORCH_DTYPES, Checkpoint
-from formats.fates import Quantise, TensorPlan
+from formats.fates import Keep, Quantise, TensorPlan
 from formats.skeleton import Skeleton
 from formats.tables import is_head, is_table
-from formats.writer import ShardedWriter
 from quant.errors import SourceError
 from quant.quantizer import Note, Outcome, get_quantizer
 
@@ -51,33 +51,40 @@ class BlockwiseDriver:
     Args:
         method: its transform scales every block first, if it has one; the plans say which quantiser makes the codes.
         clip: search the clipping of the grids.
+        learn_iterations: steps per block of learned rounding, where the method has it.
+        result: takes the notes of the run.
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         plans: Sequence[TensorPlan],
-        writer: ShardedWriter,
+        sink: Sink,
+        result: Quantised,
         skeleton: Skeleton,
         *,
         method: Method,
         device: str,
         clip: bool,
+        learn_iterations: int = ITERATIONS,
     ) -> None:
         self.checkpoint = checkpoint
         self.plans = plans
-        self.result = Quantised()
-        self.sink = TensorSink(writer, self.result, plans)
+        self.result = result
+        self.sink = sink
         self._plan_of = {plan.name: plan for plan in plans}
         self.runner = BlockRunner(skeleton, self._fetch, device)
         self.awq = AwqBlock(self.runner, scale=method.transform == "awq", clip=clip)
+        self.learned = LearnedRounding(self.runner, learn_iterations) if method.learned else None
+        self.float_inputs: BlockInputs | None = None
         self._groups: dict[tuple[tuple[str, ...], ...], tuple[FeedGroup, ...]] = {}
 
     @torch.no_grad()
-    def run(self, ids: Tensor, batch: int, report: Report) -> Quantised:
+    def run(self, ids: Tensor, batch: int, report: Report) -> None:
         """Calibrate on the windows ``ids``, int64 ``[n, length]``, ``batch`` at a time, and put every planned tensor."""
         count = len(self.runner.skeleton.blocks)
         inputs = self.runner.start(ids, batch)
+        self.float_inputs = self._float_start(ids, batch, inputs) if self.learned else None
         pending = list(self.plans)
         for index in range(count):
             prefix = f"{self.runner.skeleton.blocks_name}.{index}."
@@ -89,7 +96,14 @@ class BlockwiseDriver:
             report(index + 1, count)
         for plan in pending:
             put_alone(self.checkpoint, plan, self.sink)
-        return self.result
+
+    def _float_start(self, ids: Tensor, batch: int, inputs: BlockInputs) -> BlockInputs:
+        """The hidden states that the float model starts from: ``inputs``, unless what makes them is stored with other values."""
+        inner = f"{self.runner.skeleton.blocks_name}."
+        outer = [plan for plan in self.plans if not plan.name.startswith(inner)]
+        if all(isinstance(plan.fate, Keep) and plan.fate.dtype is None for plan in outer if not is_head(plan.module)):
+            return inputs
+        return BlockRunner(self.runner.skeleton, self.checkpoint.tensor, self.runner.device).start(ids, batch)
 
     def _fetch(self, name: str) -> Tensor:
         """What the running model computes with: kept tensors as they are stored, a quantised table as it will be read back."""
@@ -111,7 +125,11 @@ class BlockwiseDriver:
         groups = self._graph(index, inputs)
         scaled = self.awq.scale(index, inputs, groups, {name: fate.scheme for name, fate in fates.items()}, dtypes)
         self.result.notes += scaled.notes
+        target = self._target(index)
         outcomes = self._codes(index, prefix, inputs, groups, scaled, fates)
+        if self.learned is not None and target is not None and outcomes:
+            outcomes, note = self.learned.refine(index, inputs, target, outcomes, scaled.weights)
+            self.result.notes.append(note)
         for plan in plans:
             name = plan.name.removeprefix(prefix)
             if name in outcomes:
@@ -123,6 +141,13 @@ class BlockwiseDriver:
         after = inputs if last else runner.advance(index, inputs)
         runner.skeleton.clear(names)
         return after
+
+    def _target(self, index: int) -> Target | None:
+        """Where rounding is learned: the float outputs of block ``index``, loaded in float; the float stream goes on."""
+        if self.float_inputs is None:
+            return None
+        self.float_inputs = self.runner.advance(index, self.float_inputs)
+        return Target.of(self.float_inputs.hidden)
 
     def _codes(
         self,

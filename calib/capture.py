@@ -126,7 +126,11 @@ class BlockRunner:
 
     @torch.no_grad()
     def forward(self, index: int, hidden: Tensor, inputs: BlockInputs) -> Tensor:
-        """Output ``[batch, length, hidden]`` of block ``index``, whose weights must be loaded."""
+        """Output ``[batch, length, hidden]`` of block ``index``, whose weights must be loaded; no gradient is recorded."""
+        return self.forward_with_gradient(index, hidden, inputs)
+
+    def forward_with_gradient(self, index: int, hidden: Tensor, inputs: BlockInputs) -> Tensor:
+        """The same, for parameters that are being learned."""
         args, kwargs = inputs.calls[(hidden.shape[0], hidden.shape[1])][index]
         output = self.block(index)(hidden, *args, **kwargs)
         states: Tensor = output[0] if isinstance(output, tuple) else output

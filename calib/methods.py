@@ -15,6 +15,7 @@ class Method:
     Attributes:
         transform: module of ``quant.transforms`` that rescales matrices first, or None.
         quantizer: module of ``quant.quantizers`` that makes the codes.
+        learned: refine the codes by learned rounding, block by block.
         summary: one line for help texts.
     """
 
@@ -22,10 +23,11 @@ class Method:
     quantizer: str
     transform: str | None
     summary: str
+    learned: bool = False
 
     @property
     def needs_calibration(self) -> bool:
-        return self.transform is not None or self.quantizer != "rtn"
+        return self.transform is not None or self.quantizer != "rtn" or self.learned
 
 
 METHODS = {
@@ -35,6 +37,10 @@ METHODS = {
         Method("awq", "rtn", "awq", "activation-aware scaling and clipping, then round to nearest (Lin et al. 2024)"),
         Method("gptq", "gptq", None, "column by column, later columns make up for earlier errors (Frantar et al. 2022)"),
         Method("awq+gptq", "gptq", "awq", "the scaling of awq, then the codes of gptq"),
+        Method("learned", "rtn", None, "rounding and scales learned block by block (after AutoRound, Cheng et al. 2023)", True),
+        Method("awq+learned", "rtn", "awq", "the scaling of awq, then learned rounding", True),
+        Method("gptq+learned", "gptq", None, "the codes of gptq, refined by learned rounding", True),
+        Method("awq+gptq+learned", "gptq", "awq", "the scaling of awq, the codes of gptq, refined by learned rounding", True),
     )
 }
 

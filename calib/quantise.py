@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -36,6 +36,14 @@ class Quantised:
     notes: list[Note] = field(default_factory=list)
 
 
+class Sink(Protocol):
+    """Where a driver puts what became of every planned tensor, in the planned order."""
+
+    def quantised(self, plan: TensorPlan, qtensor: QTensor, reference: Tensor, notes: Sequence[Note] = ()) -> None: ...
+    def kept(self, plan: TensorPlan, value: Tensor, folded: bool = False) -> None: ...
+    def alias(self, plan: TensorPlan) -> None: ...
+
+
 class TensorSink:
     """Packs and writes planned tensors in order, and keeps their records."""
 
@@ -47,19 +55,30 @@ class TensorSink:
 
     def quantised(self, plan: TensorPlan, qtensor: QTensor, reference: Tensor, notes: Sequence[Note] = ()) -> None:
         """Write a quantised matrix. ``reference`` is the float matrix that the codes stand for."""
+        # Summed in float64: the squares of finite weights need not be finite in float32.
+        change = _norm(qtensor.dequantise() - reference) / max(_norm(reference), 1e-300)
+        self.packed(plan, qtensor, change, notes)
+
+    def packed(self, plan: TensorPlan, qtensor: QTensor, relative_error: float, notes: Sequence[Note] = ()) -> None:
+        """Write a quantised matrix whose error against its float matrix is known."""
         assert isinstance(plan.fate, Quantise)
         parts = get_codec(plan.fate.codec).pack(qtensor)
         for spec in plan.stored:
             self._writer.put(spec.name, parts[spec.name.rpartition(".")[2]])
-        # Summed in float64: the squares of finite weights need not be finite in float32.
-        change = _norm(qtensor.dequantise() - reference) / max(_norm(reference), 1e-300)
-        self._add(plan, "quantised", relative_error=change, notes=[note.text for note in notes])
+        self._add(plan, "quantised", relative_error=relative_error, notes=[note.text for note in notes])
 
-    def kept(self, plan: TensorPlan, value: Tensor, folded: bool = False) -> None:
+    def kept(
+        self,
+        plan: TensorPlan,
+        value: Tensor,
+        folded: bool = False,
+        why: str = "takes the scaling factors of what reads its output",
+    ) -> None:
+        """Write a tensor that stays in float; ``folded`` says that its values changed, and ``why``."""
         reason = plan.fate.reason if isinstance(plan.fate, Keep) else ""
         if folded:
             dtype: torch.dtype = getattr(torch, TORCH_DTYPES[plan.stored_dtype])
-            value, reason = value.to(dtype), "takes the scaling factors of the matrices that read its output"
+            value, reason = value.to(dtype), why
         self._writer.put(plan.name, value.contiguous())
         self._add(plan, "folded" if folded else "kept", reason=reason)
 
@@ -132,19 +151,14 @@ def _norm(matrix: Tensor) -> float:
 
 
 @torch.no_grad()
-def quantise_without_data(
-    checkpoint: Checkpoint, plans: Sequence[TensorPlan], writer: ShardedWriter, report: Report
-) -> Quantised:
+def quantise_without_data(checkpoint: Checkpoint, plans: Sequence[TensorPlan], sink: Sink, report: Report) -> None:
     """Stream every tensor through its fate; one tensor is in memory at a time."""
-    result = Quantised()
-    sink = TensorSink(writer, result, plans)
     for done, plan in enumerate(plans, start=1):
         put_alone(checkpoint, plan, sink)
         report(done, len(plans))
-    return result
 
 
-def put_alone(checkpoint: Checkpoint, plan: TensorPlan, sink: TensorSink) -> None:
+def put_alone(checkpoint: Checkpoint, plan: TensorPlan, sink: Sink) -> None:
     if isinstance(plan.fate, Alias):
         sink.alias(plan)
     elif isinstance(plan.fate, Keep):

@@ -110,17 +110,11 @@ def load_model(folder: Path, dtype: str = "float32", report: Callable[[int, int]
         return _load_renamed(skeleton, folder, stored, wanted)
     for name, tensor in stored.items():
         skeleton.set(name, tensor)
-    _tie(skeleton)
+    skeleton.tie()
     missing = skeleton.missing()
     if missing:
         raise CoverageError(f"{folder}: {len(missing)} parameters of the architecture are not stored, the first is {missing[0]}")
     return skeleton.model.to(wanted)
-
-
-def _tie(skeleton: Skeleton) -> None:
-    head, embedding = skeleton.model.get_output_embeddings(), skeleton.model.get_input_embeddings()
-    if skeleton.model.config.tie_word_embeddings and head is not None and head.weight.is_meta:
-        head.weight = embedding.weight
 
 
 def _load_renamed(skeleton: Skeleton, folder: Path, stored: dict[str, Tensor], dtype: torch.dtype) -> Any:

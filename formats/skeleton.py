@@ -137,6 +137,18 @@ class Skeleton:
             module = self.model.get_submodule(path)
             module._parameters[leaf] = nn.Parameter(module._parameters[leaf].to("meta"), requires_grad=False)
 
+    def is_tied_head(self, name: str) -> bool:
+        """Whether ``name`` is the output head's weight of a model that uses its embedding there (before ``tie``)."""
+        head = self.model.get_output_embeddings()
+        return bool(self.model.config.tie_word_embeddings) and head is not None and self.get(name) is head.weight
+
+    def tie(self) -> None:
+        """Give a tied output head that has no value of its own the embedding."""
+        head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        weight = getattr(head, "weight", None)  # what stands in for a quantised head has none, and its own values
+        if self.model.config.tie_word_embeddings and weight is not None and weight.is_meta:
+            head.weight = embedding.weight
+
     def missing(self) -> tuple[str, ...]:
         """Names of parameters that are still without a value."""
         return tuple(name for name, value in self.model.named_parameters(remove_duplicate=False) if value.is_meta)

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 
 from calib.blockwise import BlockwiseDriver, check_linears
-from calib.quantise import Quantised, quantise_without_data
+from calib.held import Held
+from calib.quantise import Quantised, Sink, TensorSink, quantise_without_data
+from calib.tune import tune
 from eval.measurement import ln_ratio_measurement, perplexity_measurement
 from eval.perplexity import WindowLosses, window_losses
 from eval.plots import run_plot
@@ -102,24 +104,58 @@ class Job:
         metadata = header_metadata(request.method.name, prepared.plans)
         skeleton = Skeleton(prepared.checkpoint.folder)
         skeleton.check_stored({name: info.shape for name, info in prepared.checkpoint.tensors.items()})
+        result = Quantised()
         with ShardedWriter(folder, groups, metadata, request.shard_bytes) as writer:
-            if prepared.calibration is None:
-                with self.progress.stage("quantise", unit="tensor") as report:
-                    result = quantise_without_data(prepared.checkpoint, prepared.plans, writer, report)
+            sink = TensorSink(writer, result, prepared.plans)
+            if request.tune_steps:
+                held = Held()
+                self._codes(skeleton, held, result)
+                self._tune(held, result)
+                held.write(sink, prepared.checkpoint)
             else:
-                check_linears(skeleton, prepared.plans)
-                driver = BlockwiseDriver(
-                    prepared.checkpoint,
-                    prepared.plans,
-                    writer,
-                    skeleton,
-                    method=request.method,
-                    device=request.device,
-                    clip=request.clip,
-                )
-                with self.progress.stage("quantise") as report:
-                    result = driver.run(torch.from_numpy(prepared.calibration.ids.copy()), request.batch, report)
+                self._codes(skeleton, sink, result)
             return result, writer.finish()
+
+    def _codes(self, skeleton: Skeleton, sink: Sink, result: Quantised) -> None:
+        """Put what the method makes of every tensor into ``sink``."""
+        prepared, request = self.prepared, self.prepared.request
+        if not request.needs_calibration:
+            with self.progress.stage("quantise", unit="tensor") as report:
+                quantise_without_data(prepared.checkpoint, prepared.plans, sink, report)
+            return
+        check_linears(skeleton, prepared.plans)
+        driver = BlockwiseDriver(
+            prepared.checkpoint,
+            prepared.plans,
+            sink,
+            result,
+            skeleton,
+            method=request.method,
+            device=request.device,
+            clip=request.clip,
+            learn_iterations=request.learn_iterations,
+        )
+        with self.progress.stage("quantise") as report:
+            driver.run(self._calibration_ids(), request.batch, report)
+
+    def _tune(self, held: Held, result: Quantised) -> None:
+        request = self.prepared.request
+        with self.progress.stage("tune", unit="step") as report:
+            tuned = tune(
+                held,
+                self.prepared.checkpoint,
+                self._calibration_ids(),
+                steps=request.tune_steps,
+                seed=request.seed,
+                device=request.device,
+                batch=request.batch,
+                report=report,
+            )
+        result.notes.append(tuned.note)
+
+    def _calibration_ids(self) -> torch.Tensor:
+        assert self.prepared.calibration is not None
+        return torch.from_numpy(self.prepared.calibration.ids.copy())
 
     def _side_files(self, folder: Path) -> list[FileRecord]:
         found = []

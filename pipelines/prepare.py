@@ -55,6 +55,8 @@ class Request:
     device: str
     batch: int
     clip: bool
+    tune_steps: int
+    learn_iterations: int
     force: bool
     shard_bytes: int
     system_prompt: Path | None
@@ -63,9 +65,14 @@ class Request:
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether the method, or a rule with a quantiser of its own, reads calibration text."""
+        """Whether making the codes reads calibration text: for the method, or for a rule with a quantiser of its own."""
         quantizers = {rule.fate.quantizer for rule in self.rules if isinstance(rule.fate, Quantise)}
-        return self.method.transform is not None or not quantizers <= {DATA_FREE}
+        return self.method.needs_calibration or not quantizers <= {DATA_FREE}
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether the run reads calibration windows."""
+        return self.needs_calibration or self.tune_steps > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +250,7 @@ def _windows(
     check_positions(convention.window, config.get("max_position_embeddings", config.get("n_positions")))
     tokenizer = TextTokenizer.from_folder(checkpoint.folder)
     wanted = 0 if count == "all" else count
-    wanted += request.calibration_windows if request.needs_calibration else 0
+    wanted += request.calibration_windows if request.calibrates else 0
     tokens = tokenise(corpus, tokenizer, at_least=wanted * (convention.window - 1))
     _check_ids(tokens.ids, config.get("vocab_size"), checkpoint.folder)
     bos = convention.start_token(tokens.adds_bos)
@@ -256,7 +263,7 @@ def _windows(
         first_scored=convention.first_scored,
         tail=convention.tail,
     )
-    if not request.needs_calibration:
+    if not request.calibrates:
         return tokenizer, evaluation, None, None
     calibration = calibration_windows(
         tokens,

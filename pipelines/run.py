@@ -67,6 +67,17 @@ def main(
             "--clip/--no-clip", help="Calibrated methods: also search how far to clip every block.", rich_help_panel=_QUALITY
         ),
     ] = True,
+    tune: Annotated[
+        int,
+        typer.Option(
+            metavar="STEPS",
+            help="Then train scales and norm weights end to end on the calibration windows, this many steps; codes stay.",
+            rich_help_panel=_QUALITY,
+        ),
+    ] = 0,
+    learn_iterations: Annotated[
+        int, typer.Option(help="Methods with learned rounding: steps per block.", rich_help_panel=_QUALITY)
+    ] = 60,
     corpus: Annotated[
         str,
         typer.Option(
@@ -151,11 +162,16 @@ def main(
         "--calibration-windows": calibration_windows,
         "--window": scoring.window - 1,
         "--batch": batch,
+        "--learn-iterations": learn_iterations,
         "--shard-bytes": shard_bytes,
     }
     for name, number in checked.items():
         if number < 1:
             raise UsageError(f"{name} is too small: {number + (name == '--window')}")
+    if tune < 0:
+        raise UsageError(f"--tune takes a number of steps, 0 or more, not {tune}")
+    if tune and calibration_windows < 2:
+        raise UsageError("--tune holds a calibration window back to judge its steps: --calibration-windows must be 2 or more")
     if seed < 0:
         raise UsageError(f"--seed is 0 or more, not {seed}")
     given: dict[str, Any] = {name: value for name, value in context.params.items() if name not in _NOT_RECORDED}
@@ -177,6 +193,8 @@ def main(
         device=_device(device),
         batch=batch,
         clip=clip,
+        tune_steps=tune,
+        learn_iterations=learn_iterations,
         force=force,
         shard_bytes=shard_bytes,
         system_prompt=system_prompt,

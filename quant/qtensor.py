@@ -84,3 +84,12 @@ def from_blocks(blocks: Tensor, shape: tuple[int, int]) -> Tensor:
     """The inverse of ``to_blocks`` for an ``[out, in]`` matrix of the given shape."""
     out, width = shape
     return blocks.reshape(out, -1)[:, :width].contiguous()
+
+
+def block_sums(values: Tensor, scheme: Scheme) -> Tensor:
+    """Sums ``[rows, columns]`` of an ``[out, in]`` matrix over the blocks of the scheme; a short last group sums what it has."""
+    out, width = values.shape
+    if scheme.blocks == "tensor":
+        return values.sum().reshape(1, 1)
+    size = width if scheme.blocks == "channel" else int(scheme.blocks)
+    return torch.nn.functional.pad(values, (0, -width % size)).reshape(out, -1, size).sum(-1)

@@ -57,10 +57,15 @@ class InputStatistics(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A quantised matrix and what is to be noted about it."""
+    """A quantised matrix and what is to be noted about it.
+
+    ``values`` are the float values ``[out, in]`` whose rounding gave the codes, where they are not the matrix itself (columns
+    that make up for the errors of others).
+    """
 
     qtensor: QTensor
     notes: tuple[Note, ...] = ()
+    values: Tensor | None = None
 
 
 class Quantizer(Protocol):

@@ -142,6 +142,19 @@ def test_calibrated_methods_see_the_rounded_table_and_round_tables_without_data(
     assert ("data-free" in {note.kind for note in manifest.notes}) == (method == "gptq")
 
 
+@pytest.mark.parametrize("which", ["head", "table", "both"])
+def test_tables_of_a_tied_pair_can_be_tuned_and_learned(
+    which: str, tiny_model: Callable[[str], Path], text: Path, tmp_path: Path
+) -> None:
+    source = tiny_model("tied")
+    path = str(recipe(tmp_path, TABLES[which]))
+    manifest = made("learned", source, tmp_path, text, "--recipe", path, "--tune", "2", "--learn-iterations", "2")
+    check_ledger(tmp_path / "out", manifest)
+    verify_folder(tmp_path / "out")
+    assert {note.kind for note in manifest.notes} >= {"tuned"}
+    assert bool(torch.isfinite(logits(load_model(tmp_path / "out"))).all())
+
+
 def test_verify_finds_a_tie_that_is_not_as_stored(tiny_model: Callable[[str], Path], text: Path, tmp_path: Path) -> None:
     from formats.config_block import check_config
     from quant.errors import VerifyError

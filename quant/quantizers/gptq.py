@@ -61,8 +61,9 @@ class Gptq:
         factor, notes = inverse_factor(evidence.gram, self.order, self.damping)
         if factor is None:
             return Outcome(round_to_nearest(matrix, scheme, shrink), notes)
-        codes = _compensate(matrix, scheme, scales, zeros, factor)
-        return Outcome(QTensor(scheme, codes.to(torch.int8 if scheme.symmetric else torch.uint8), scales, zeros), notes)
+        codes, values = _compensate(matrix, scheme, scales, zeros, factor)
+        codes = codes.to(torch.int8 if scheme.symmetric else torch.uint8)
+        return Outcome(QTensor(scheme, codes, scales, zeros), notes, values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,28 +106,27 @@ def inverse_factor(gram: Tensor, by_energy: bool, damping: float) -> tuple[Facto
     return None, tuple(notes)
 
 
-def _compensate(matrix: Tensor, scheme: Scheme, scales: Tensor, zeros: Tensor | None, factor: Factor) -> Tensor:
-    """Codes ``[out, in]`` (float32 integers) in the original order of columns."""
+def _compensate(matrix: Tensor, scheme: Scheme, scales: Tensor, zeros: Tensor | None, factor: Factor) -> tuple[Tensor, Tensor]:
+    """Codes (float32 integers) and the values they were rounded from, both ``[out, in]`` in the original order of columns."""
     order, upper = factor.order, factor.upper
     size = scheme.blocks if isinstance(scheme.blocks, int) else matrix.shape[1]
     column = order // size  # the grid that each column belongs to, in working order
     scale = scales.float()[:, column].expand(matrix.shape[0], -1)
     zero = torch.zeros_like(scale) if zeros is None else zeros.float()[:, column].expand(matrix.shape[0], -1)
     work = matrix[:, order].clone()
-    codes = torch.empty_like(work)
+    codes, values = torch.empty_like(work), torch.empty_like(work)
     for start in range(0, work.shape[1], COLUMNS_AT_ONCE):
         stop = min(start + COLUMNS_AT_ONCE, work.shape[1])
         errors = torch.empty(work.shape[0], stop - start, device=work.device)
         for j in range(start, stop):
             code = (torch.round(work[:, j] / scale[:, j]) + zero[:, j]).clamp_(scheme.code_min, scheme.code_max)
-            codes[:, j] = code
+            codes[:, j], values[:, j] = code, work[:, j]
             error = (work[:, j] - (code - zero[:, j]) * scale[:, j]) / upper[j, j]
             work[:, j + 1 : stop] -= error.unsqueeze(1) * upper[j, j + 1 : stop].unsqueeze(0)
             errors[:, j - start] = error
         work[:, stop:] -= errors @ upper[start:stop, stop:]
-    result = torch.empty_like(codes)
-    result[:, order] = codes
-    return result
+    back = torch.argsort(order)
+    return codes[:, back], values[:, back]
 
 
 QUANTIZER = Gptq()
