@@ -21,7 +21,8 @@ from calib.methods import get_method
 from calib.quantise import Quantised, TensorSink, quantise_without_data
 from formats.checkpoint import Checkpoint
 from formats.engine_config import quantization_config
-from formats.fates import Keep, Quantise, Rule, TensorPlan, plan_fates
+from formats.fates import Keep, Quantise, Rule, TensorPlan
+from formats.planning import plan_fates
 from formats.reader import Artefact
 from formats.skeleton import Skeleton
 from formats.writer import ShardedWriter

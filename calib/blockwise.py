@@ -17,11 +17,12 @@ from calib.evidence import Evidence
 from calib.graph import FeedGroup, trace_groups
 from calib.methods import Method
 from calib.naming import naming
-from calib.quantise import Quantised, Report, Sink, put_alone
+from calib.quantise import Quantised, Report, Sink, put_alone, round_alone, stored_values
 from calib.rounding import ITERATIONS, LearnedRounding, Target
 from formats.checkpoint import TORCH_DTYPES, Checkpoint
-from formats.fates import Quantise, TensorPlan
+from formats.fates import Keep, Quantise, TensorPlan
 from formats.skeleton import Skeleton
+from formats.tables import is_head, is_table
 from quant.errors import SourceError
 from quant.quantizer import Note, Outcome, get_quantizer
 
@@ -30,7 +31,7 @@ def check_linears(skeleton: Skeleton, plans: Sequence[TensorPlan]) -> None:
     """Raise SourceError unless every planned matrix is the weight of a Linear module, as running the blocks needs."""
     wrong = []
     for plan in plans:
-        if isinstance(plan.fate, Quantise):
+        if isinstance(plan.fate, Quantise) and not is_table(plan.module) and not is_head(plan.module):
             try:
                 module = skeleton.model.get_submodule(plan.module)
             except AttributeError:
@@ -71,7 +72,8 @@ class BlockwiseDriver:
         self.plans = plans
         self.result = result
         self.sink = sink
-        self.runner = BlockRunner(skeleton, checkpoint.tensor, device)
+        self._plan_of = {plan.name: plan for plan in plans}
+        self.runner = BlockRunner(skeleton, self._fetch, device)
         self.awq = AwqBlock(self.runner, scale=method.transform == "awq", clip=clip)
         self.learned = LearnedRounding(self.runner, learn_iterations) if method.learned else None
         self.float_inputs: BlockInputs | None = None
@@ -82,7 +84,7 @@ class BlockwiseDriver:
         """Calibrate on the windows ``ids``, int64 ``[n, length]``, ``batch`` at a time, and put every planned tensor."""
         count = len(self.runner.skeleton.blocks)
         inputs = self.runner.start(ids, batch)
-        self.float_inputs = inputs if self.learned else None
+        self.float_inputs = self._float_start(ids, batch, inputs) if self.learned else None
         pending = list(self.plans)
         for index in range(count):
             prefix = f"{self.runner.skeleton.blocks_name}.{index}."
@@ -95,13 +97,30 @@ class BlockwiseDriver:
         for plan in pending:
             put_alone(self.checkpoint, plan, self.sink)
 
+    def _float_start(self, ids: Tensor, batch: int, inputs: BlockInputs) -> BlockInputs:
+        """The hidden states that the float model starts from: ``inputs``, unless what makes them is stored with other values."""
+        inner = f"{self.runner.skeleton.blocks_name}."
+        outer = [plan for plan in self.plans if not plan.name.startswith(inner)]
+        if all(isinstance(plan.fate, Keep) and plan.fate.dtype is None for plan in outer if not is_head(plan.module)):
+            return inputs
+        return BlockRunner(self.runner.skeleton, self.checkpoint.tensor, self.runner.device).start(ids, batch)
+
+    def _fetch(self, name: str) -> Tensor:
+        """What the running model computes with: kept tensors as they are stored, a quantised table as it will be read back."""
+        plan = self._plan_of.get(name)
+        if plan is None:
+            return self.checkpoint.tensor(name)
+        if isinstance(plan.fate, Quantise) and is_table(plan.module):
+            return round_alone(self.checkpoint, plan)[1].qtensor.dequantise()
+        return stored_values(self.checkpoint, plan)
+
     def _block(self, index: int, prefix: str, plans: Sequence[TensorPlan], inputs: BlockInputs, *, last: bool) -> BlockInputs:
         runner = self.runner
         names = runner.block_parameters(index)
         runner.load(names)
         fates = {plan.name.removeprefix(prefix): plan.fate for plan in plans if isinstance(plan.fate, Quantise)}
         dtypes: dict[str, torch.dtype] = {
-            plan.name.removeprefix(prefix): getattr(torch, TORCH_DTYPES[plan.info.dtype]) for plan in plans
+            plan.name.removeprefix(prefix): getattr(torch, TORCH_DTYPES[plan.stored_dtype]) for plan in plans
         }
         groups = self._graph(index, inputs)
         scaled = self.awq.scale(index, inputs, groups, {name: fate.scheme for name, fate in fates.items()}, dtypes)
@@ -118,7 +137,7 @@ class BlockwiseDriver:
             elif name in scaled.folded:
                 self.sink.kept(plan, scaled.weights[name], folded=True)
             else:
-                self.sink.kept(plan, self.checkpoint.tensor(plan.name))
+                self.sink.kept(plan, stored_values(self.checkpoint, plan))
         after = inputs if last else runner.advance(index, inputs)
         runner.skeleton.clear(names)
         return after
@@ -143,7 +162,7 @@ class BlockwiseDriver:
         outcomes: dict[str, Outcome] = {}
         for group in groups:
             names = [name for name in (f"{consumer}.weight" for consumer in group.consumers) if name in fates]
-            needed = any(get_quantizer(fates[name].quantizer).needs for name in names)
+            needed = any(get_quantizer(fates[name].quantizer, fates[name].options).needs for name in names)
             evidence = self.runner.gather(index, group.consumers[:1], inputs).get(group.consumers[0]) if needed else None
             for name in names:
                 outcomes[name] = self._code(prefix + name, scaled.weights[name], fates[name], evidence, scaled.shrink.get(name))
@@ -158,7 +177,7 @@ class BlockwiseDriver:
 
     def _code(self, name: str, matrix: Tensor, fate: Quantise, evidence: Evidence | None, shrink: Tensor | None) -> Outcome:
         with naming(name):
-            outcome = get_quantizer(fate.quantizer)(matrix, fate.scheme, evidence, shrink)
+            outcome = get_quantizer(fate.quantizer, fate.options)(matrix, fate.scheme, evidence, shrink)
         self.result.notes += [Note(note.kind, f"{name}: {note.text}") for note in outcome.notes]
         return outcome
 

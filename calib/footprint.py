@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from calib.windows import Windows
 from formats.checkpoint import Checkpoint
-from formats.fates import Quantise, TensorPlan
+from formats.fates import Alias, Quantise, TensorPlan
+from formats.tables import is_head, is_table
 
 # Python with torch and transformers imported, and the allocator's slack; measured on Linux with torch 2.13.
 INTERPRETER_BYTES = 420_000_000
@@ -25,9 +26,10 @@ def peak_bytes(
     checkpoint: Checkpoint, plans: Sequence[TensorPlan], calibration: Windows | None, evaluation: Windows, batch: int
 ) -> int:
     """Expected largest resident size in bytes."""
-    elements = {plan.name: plan.info.elements for plan in plans}
+    elements = {plan.name: plan.info.elements for plan in plans if not isinstance(plan.fate, Alias)}
     matrices = [plan for plan in plans if isinstance(plan.fate, Quantise)]
-    widest = max(max(plan.matrix_shape) for plan in matrices)
+    inner = [plan for plan in matrices if not is_table(plan.module) and not is_head(plan.module)] or matrices
+    widest = max(max(plan.matrix_shape) for plan in inner)
     largest = max(elements[plan.name] for plan in matrices)
     tables = max(elements.values())
     hidden = int(checkpoint.config.get("hidden_size") or 0)
@@ -37,8 +39,8 @@ def peak_bytes(
         count, length = len(calibration.ids), calibration.length
         states = 2 * count * length * hidden * FLOAT
         live = LIVE_ACTIVATIONS * min(batch, count) * length * widest * FLOAT
-        grams = sum(plan.matrix_shape[1] ** 2 for plan in _one_block(matrices)) * FLOAT
-        block = 3 * sum(elements[plan.name] for plan in _one_block(matrices)) * FLOAT
+        grams = sum(plan.matrix_shape[1] ** 2 for plan in _one_block(inner)) * FLOAT
+        block = 3 * sum(elements[plan.name] for plan in _one_block(inner)) * FLOAT
         quantise = max(quantise, states + live + grams + block + SEARCH_COPIES * largest * FLOAT, tables * FLOAT + states)
     count, length = len(evaluation.ids), evaluation.length
     logits = LOGIT_COPIES * min(batch, max(count, 1)) * length * vocabulary * FLOAT

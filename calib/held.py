@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from calib.quantise import TensorSink
+from calib.quantise import TensorSink, stored_values
 from calib.student import levels_of
 from formats.checkpoint import Checkpoint
 from formats.fates import TensorPlan
@@ -95,7 +95,7 @@ class Held:
             elif plan.name in self.values:
                 sink.kept(plan, self.values[plan.name], folded=True, **self._why(plan.name))
             elif plan.stored:
-                sink.kept(plan, checkpoint.tensor(plan.name))
+                sink.kept(plan, stored_values(checkpoint, plan))
             else:
                 sink.alias(plan)
 

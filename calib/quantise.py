@@ -18,12 +18,13 @@ from formats.codec import get_codec
 from formats.engine_config import kept_linears
 from formats.fates import Alias, Keep, Quantise, TensorPlan
 from formats.records import PartRecord, Role, TensorRecord, stored_bits_per_weight
+from formats.tables import is_table
 from formats.writer import ShardedWriter
+from quant.errors import SchemeError
 from quant.qtensor import QTensor
-from quant.quantizer import Note, get_quantizer
+from quant.quantizer import Note, Outcome, get_quantizer
 
 Report = Callable[[int, int], None]
-FOLDED = "takes the scaling factors of the matrices that read its output"
 FateName = Literal["quantised", "kept", "folded", "alias"]
 
 
@@ -76,7 +77,7 @@ class TensorSink:
         """Write a tensor that stays in float; ``folded`` says that its values changed, and ``why``."""
         reason = plan.fate.reason if isinstance(plan.fate, Keep) else ""
         if folded:
-            dtype: torch.dtype = getattr(torch, TORCH_DTYPES[plan.info.dtype])
+            dtype: torch.dtype = getattr(torch, TORCH_DTYPES[plan.stored_dtype])
             value, reason = value.to(dtype), why
         self._writer.put(plan.name, value.cpu().contiguous())
         self._add(plan, "folded" if folded else "kept", reason=reason)
@@ -106,18 +107,43 @@ class TensorSink:
                 dtype=plan.info.dtype,
                 shape=list(plan.info.shape),
                 fate=fate,
-                module_class="Linear" if quantise or plan.module in self._kept_linears else None,
+                module_class=self._module_class(plan),
                 scheme=str(quantise.scheme) if quantise else None,
+                quantizer=quantise.quantizer if quantise else None,
                 codec=quantise.codec if quantise else None,
                 alias_of=plan.fate.of if isinstance(plan.fate, Alias) else None,
+                copy_of=plan.copy_of,
                 reason=reason,
                 parts=parts,
                 nbytes=sum(part.nbytes for part in parts),
                 bits_per_weight=stored_bits_per_weight(parts, elements) if quantise else None,
                 relative_error=relative_error,
-                notes=list(notes),
+                notes=[*(text for _, text in plan.notes), *notes],
             )
         )
+
+    def _module_class(self, plan: TensorPlan) -> str | None:
+        if isinstance(plan.fate, Quantise):
+            return "Embedding" if is_table(plan.module) else "Linear"
+        return "Linear" if plan.module in self._kept_linears else None
+
+
+def stored_values(checkpoint: Checkpoint, plan: TensorPlan) -> Tensor:
+    """The source's values of a tensor, in the type in which it is stored if it is kept.
+
+    Raises:
+        SchemeError: a finite value that the storage type cannot hold.
+    """
+    value = checkpoint.tensor(plan.source_name)
+    if not isinstance(plan.fate, Keep) or plan.fate.dtype is None:
+        return value
+    dtype: torch.dtype = getattr(torch, TORCH_DTYPES[plan.stored_dtype])
+    largest = float(value.abs().max()) if value.numel() else 0.0
+    if largest > torch.finfo(dtype).max:
+        raise SchemeError(
+            f"{plan.name}: a value of {largest:g} overflows {plan.stored_dtype}; keep it in its own type, or as bf16"
+        )
+    return value.to(dtype)
 
 
 def _norm(matrix: Tensor) -> float:
@@ -136,9 +162,15 @@ def put_alone(checkpoint: Checkpoint, plan: TensorPlan, sink: Sink) -> None:
     if isinstance(plan.fate, Alias):
         sink.alias(plan)
     elif isinstance(plan.fate, Keep):
-        sink.kept(plan, checkpoint.tensor(plan.name))
+        sink.kept(plan, stored_values(checkpoint, plan))
     else:
-        matrix = checkpoint.tensor(plan.name).float()
-        with naming(plan.name):
-            outcome = get_quantizer(plan.fate.quantizer)(matrix, plan.fate.scheme, None)
+        matrix, outcome = round_alone(checkpoint, plan)
         sink.quantised(plan, outcome.qtensor, matrix, outcome.notes)
+
+
+def round_alone(checkpoint: Checkpoint, plan: TensorPlan) -> tuple[Tensor, Outcome]:
+    """The float32 matrix of a plan that is quantised without data, and what became of it."""
+    assert isinstance(plan.fate, Quantise)
+    matrix = checkpoint.tensor(plan.source_name).float()
+    with naming(plan.name):
+        return matrix, get_quantizer(plan.fate.quantizer, plan.fate.options)(matrix, plan.fate.scheme, None)

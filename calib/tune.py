@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from calib.held import Held
+from calib.quantise import stored_values
 from calib.student import FrozenLinear, ScaledLinear, compute_type
 from calib.teacher import Teacher
 from formats.checkpoint import TORCH_DTYPES, Checkpoint
@@ -66,6 +67,7 @@ class Student:
         self.skeleton, self.held, self.device = skeleton, held, device
         self.matrices: dict[str, ScaledLinear] = {}
         self.norms: dict[str, nn.Parameter] = {}
+        self._plan_of = {plan.name: plan for plan in held.order}
         for plan in held.order:
             if plan.stored:
                 self._place(plan, source, dtype)
@@ -94,7 +96,7 @@ class Student:
             self.norms[plan.name] = parameter
 
     def _value(self, name: str, source: Checkpoint) -> Tensor:
-        return self.held.values[name] if name in self.held.values else source.tensor(name).float()
+        return self.held.values[name] if name in self.held.values else stored_values(source, self._plan_of[name]).float()
 
     def _freeze_linears(self, dtype: torch.dtype) -> None:
         for name, module in list(self.skeleton.model.named_modules()):
@@ -203,7 +205,7 @@ def tune(
 
 
 def _dtype(plan: TensorPlan) -> torch.dtype:
-    found: torch.dtype = getattr(torch, TORCH_DTYPES[plan.info.dtype])
+    found: torch.dtype = getattr(torch, TORCH_DTYPES[plan.stored_dtype])
     return found
 
 

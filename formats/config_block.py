@@ -12,6 +12,7 @@ from typing import Any
 
 from formats.codec import get_codec
 from formats.records import TensorRecord
+from formats.tables import TIE_KEY, is_head
 from quant.errors import BitledgerError, VerifyError
 from quant.scheme import Scheme
 
@@ -24,13 +25,16 @@ def check_config(config: Mapping[str, Any], tensors: Iterable[TensorRecord]) -> 
 
     Raises:
         VerifyError: no block or one too many, another method or status, a quantised matrix that is ignored, untargeted or
-            described with another scheme, a kept one that is targeted and not ignored, an untied head that is not stored.
+            described with another scheme, a kept one that is targeted and not ignored, a tie that is not as stored.
     """
     records = list(tensors)
     quantised = [record for record in records if record.fate == "quantised"]
     aliases = [record for record in records if record.fate == "alias"]
-    if aliases and config.get("tie_word_embeddings") is False:
-        raise VerifyError(f"tie_word_embeddings is false, but {aliases[0].name} is not stored")
+    if aliases and config.get(TIE_KEY) is False:
+        raise VerifyError(f"{TIE_KEY} is false, but {aliases[0].name} is not stored")
+    heads = [record for record in records if is_head(record.name.removesuffix(".weight")) and record.fate != "alias"]
+    if heads and (config.get(TIE_KEY) is True or (heads[0].copy_of is not None and config.get(TIE_KEY) is not False)):
+        raise VerifyError(f"{TIE_KEY} is not false, but {heads[0].name} is stored beside the embedding")
     places = list(_places(config, ""))
     wanted = ["quantization_config"] if quantised else []
     if places != wanted:

@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from formats.codec import get_codec
 from formats.fates import Quantise, TensorPlan
+from formats.tables import is_head, is_table, untied_config
 from quant.scheme import Scheme
 
 # The release whose layout is followed; informational, no reader checks it.
 LAYOUT_VERSION = "0.15.0"
 
-_TABLES = ("embed_tokens", "wte", "embed_in", "wpe", "embed_positions")
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
-def is_table(module: str) -> bool:
-    """Whether a module is an embedding table, which is looked up and not multiplied."""
-    return module.endswith(_TABLES)
 
 
 def family_of(leaf: str) -> str:
@@ -62,8 +57,12 @@ def fused_differences(plans: Sequence[TensorPlan]) -> list[str]:
 
 
 def quantization_config(plans: Sequence[TensorPlan]) -> dict[str, Any]:
-    """The block for a plan; what stays in float is ignored by name, and the output head always (it may be tied)."""
-    ignored = sorted({*kept_linears(plans), "lm_head"})
+    """The block for a plan; what stays in float is ignored by name, the output head too if it is tied and not in the plan.
+
+    Quantised tables and heads are always named: for vLLM a head is no Linear, and for no reader is an embedding one.
+    """
+    heads = {plan.module for plan in plans if isinstance(plan.fate, Quantise) and is_head(plan.module)}
+    ignored = sorted({*kept_linears(plans), "lm_head"} - heads)
     by_fate: dict[tuple[str, Scheme], list[str]] = defaultdict(list)
     for plan in plans:
         if isinstance(plan.fate, Quantise):
@@ -72,7 +71,9 @@ def quantization_config(plans: Sequence[TensorPlan]) -> dict[str, Any]:
     groups = {}
     for index, ((codec, scheme), modules) in enumerate(by_fate.items()):
         others = [name for key, names in by_fate.items() if key != (codec, scheme) for name in names]
-        targets = ["Linear"] if single else _targets(modules, [*others, *ignored])
+        named = [module for module in modules if is_table(module) or is_head(module)]
+        linears = ["Linear"] if len(named) < len(modules) else []
+        targets = [*linears, *_targets(named, [])] if single else _targets(modules, [*others, *ignored])
         groups[f"group_{index}"] = get_codec(codec).config_group(scheme, targets)
     formats = {codec for codec, _ in by_fate}
     return {
@@ -97,5 +98,17 @@ def _targets(modules: Sequence[str], others: Sequence[str]) -> list[str]:
         if leaf in foreign:
             targets += [f"re:{re.escape(member)}$" for member in members]
         else:
-            targets.append(f"re:.*\\.{re.escape(leaf)}$")
+            targets.append(
+                f"re:.*\\.{re.escape(leaf)}$" if all("." in member for member in members) else f"re:{re.escape(leaf)}$"
+            )
     return targets
+
+
+def output_config(config: Mapping[str, Any], plans: Sequence[TensorPlan]) -> dict[str, Any]:
+    """config.json of the output without its block: the source's, untied where the plan stores both halves of a pair."""
+    return untied_config(config) if is_untied(plans) else dict(config)
+
+
+def is_untied(plans: Sequence[TensorPlan]) -> bool:
+    """Whether the plan stores both halves of what is one tied table in the source."""
+    return any(plan.untied for plan in plans)

@@ -1,43 +1,44 @@
 """Fates: what becomes of every tensor of a checkpoint, decided from its headers alone.
 
 ``Quantise`` (scheme, quantiser, codec), ``Keep`` (with a reason) or ``Alias`` (the bytes are those of another tensor). A rule
-is a pattern over module names with a fate; the first that matches decides. All problems of a plan are collected and told at
-once. No torch is imported here.
+is a pattern over module names with a fate; the first that matches decides (``formats.planning``). No torch is imported here.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from formats.checkpoint import Checkpoint, TensorInfo
+from formats.checkpoint import TensorInfo
 from formats.codec import get_codec
 from formats.shards import TensorSpec
-from quant.errors import RecipeError, SchemeError, SourceError
+from formats.tables import is_head, is_input_table
+from quant.quantizer import Option
 from quant.scheme import Scheme
 
-_FLOATS = ("F64", "F32", "F16", "BF16")
+FLOATS = ("F64", "F32", "F16", "BF16")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_TRANSPOSED = {"gpt2": "Conv1D", "gpt_bigcode": "Conv1D", "openai-gpt": "Conv1D"}
-_TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "opt", "bloom")
-_SHOWN = 12
+DATA_FREE = "rtn"
 
 
 @dataclass(frozen=True, slots=True)
 class Quantise:
+    """Store as ``scheme`` in ``codec``; ``quantizer`` makes the codes, with ``options`` that differ from its defaults."""
+
     scheme: Scheme
-    quantizer: str = "rtn"
+    quantizer: str = DATA_FREE
     codec: str = "pack-quantized"
+    options: tuple[Option, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
+    """Stays a float tensor: of the source's type, or rounded to ``dtype`` (a safetensors name)."""
+
     reason: str
+    dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,28 +51,71 @@ Fate = Quantise | Keep | Alias
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """``pattern`` is a shell pattern over module names (``*.down_proj``), or a regular expression after ``re:``."""
+    """``pattern`` is a shell pattern over module names (``*.down_proj``), or a regular expression after ``re:``.
+
+    ``otherwise`` are tried in order where the codec cannot hold ``fate`` for a matrix's shape, as with groups that must divide.
+    """
 
     pattern: str
     fate: Quantise | Keep
+    otherwise: tuple[Quantise, ...] = ()
 
     def matches(self, module: str) -> bool:
         if self.pattern.startswith("re:"):
             return re.match(self.pattern[3:], module) is not None
         return fnmatch.fnmatchcase(module, self.pattern)
 
+    @property
+    def for_all(self) -> bool:
+        """Whether it matches anything: such a rule speaks of the matrices of decoder blocks, and names no table."""
+        return self.matches("\0")
+
+    def fate_for(self, info: TensorInfo) -> tuple[Fate, tuple[PlanNote, ...]]:
+        """The first fate that the codec can hold for this tensor (or the first of all), with a note where it is another."""
+        if isinstance(self.fate, Keep):
+            return self.fate, ()
+        shape = (info.shape[0], info.shape[1])
+        for fate in (self.fate, *self.otherwise):
+            reason = get_codec(fate.codec).refusal(fate.scheme, shape)
+            if reason is None:
+                if fate == self.fate:
+                    return fate, ()
+                first = get_codec(self.fate.codec).refusal(self.fate.scheme, shape)
+                return fate, (("group-size", f"stored as {fate.scheme}, not {self.fate.scheme}: {first}"),)
+        return self.fate, ()
+
+
+PlanNote = tuple[str, str]
+
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """A source tensor, its fate, and the tensors it will be stored as (none for an alias)."""
+    """A tensor, its fate, and the tensors it will be stored as (none for an alias).
+
+    ``untied`` is the head of a tied pair whose halves are both stored; ``copy_of`` names the source tensor that has its values
+    where the source stores the table once. ``notes`` are (kind, sentence) of what did not go the plain way.
+    """
 
     info: TensorInfo
     fate: Fate
     stored: tuple[TensorSpec, ...]
+    untied: bool = False
+    copy_of: str | None = None
+    notes: tuple[PlanNote, ...] = ()
 
     @property
     def name(self) -> str:
         return self.info.name
+
+    @property
+    def source_name(self) -> str:
+        """The tensor of the source that holds its values."""
+        return self.copy_of or self.name
+
+    @property
+    def stored_dtype(self) -> str:
+        """Safetensors type of a kept tensor as stored; the source's for all others."""
+        return self.fate.dtype or self.info.dtype if isinstance(self.fate, Keep) else self.info.dtype
 
     @property
     def module(self) -> str:
@@ -87,132 +131,25 @@ def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
     return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name))
 
 
+TABLE_REASON = "embedding or output head, and no rule names it"
+
+
 def role_of(info: TensorInfo, config: dict[str, Any], names: frozenset[str]) -> str | None:
     """Why a tensor is kept in float by default, or None for a matrix of a decoder block, which is quantised.
 
     Routers are known by their place beside the experts and by their number of outputs, never by a word in their name.
     """
-    if info.dtype not in _FLOATS:
+    if info.dtype not in FLOATS:
         return f"{info.dtype} is no float type"
     if len(info.shape) != 2 or not info.name.endswith(".weight"):
         return "not a matrix" if len(info.shape) < 2 else f"a {len(info.shape)}-dimensional tensor"
     if not re.search(r"\.\d+\.", info.name):
-        return "embedding, output head or other matrix outside the decoder blocks"
+        module = info.name.removesuffix(".weight")
+        if is_input_table(module) or is_head(module):
+            return TABLE_REASON
+        return "a matrix outside the decoder blocks"
     parent = info.name.removesuffix(".weight").rpartition(".")[0]
     experts = next((int(config[key]) for key in _EXPERT_COUNTS if isinstance(config.get(key), int)), 0)
     if experts and info.shape[0] in (1, experts) and any(name.startswith(f"{parent}.experts.") for name in names):
         return "router of a mixture of experts"
     return None
-
-
-def tied_head(checkpoint: Checkpoint) -> tuple[str, str] | None:
-    """(head, embedding) where the configuration ties them and the file stores both.
-
-    Raises:
-        SourceError: the two are tied but differ, so that one of the two would be lost.
-    """
-    config = checkpoint.config
-    tied = config.get("tie_word_embeddings", config.get("model_type") in _TIED_BY_DEFAULT)
-    head = "lm_head.weight"
-    embeddings = [name for name in checkpoint.tensors if name.endswith(("embed_tokens.weight", "wte.weight", "embed_in.weight"))]
-    if not tied or head not in checkpoint.tensors or len(embeddings) != 1:
-        return None
-    if not np.array_equal(checkpoint.raw(head), checkpoint.raw(embeddings[0])):
-        raise SourceError(
-            f"{checkpoint.folder}: tie_word_embeddings is true, but {head} and {embeddings[0]} are stored with different values; "
-            "set tie_word_embeddings to false in config.json, or remove one of them"
-        )
-    return head, embeddings[0]
-
-
-def plan_fates(checkpoint: Checkpoint, rules: Sequence[Rule]) -> tuple[TensorPlan, ...]:
-    """Decide every tensor's fate, in production order (blocks by number).
-
-    Raises:
-        SourceError: a family whose matrices cannot be quantised yet.
-        RecipeError: a pattern that matches nothing, a matrix that no rule matches, or a rule that quantises what must stay float.
-        SchemeError: matrices that cannot be stored with their scheme: all are named, with their shapes and the ways out.
-    """
-    kind = checkpoint.config.get("model_type")
-    if kind in _TRANSPOSED:
-        raise SourceError(
-            f"{checkpoint.folder} is a {kind} model, whose matrices are stored transposed ({_TRANSPOSED[str(kind)]}): "
-            "not supported yet"
-        )
-    names = frozenset(checkpoint.tensors)
-    tied = tied_head(checkpoint)
-    used: set[int] = set()
-    plans: list[TensorPlan] = []
-    unmatched: list[str] = []
-    forced: list[str] = []
-    for name in sorted(checkpoint.tensors, key=natural_key):
-        info = checkpoint.tensors[name]
-        fate: Fate
-        if tied is not None and name == tied[0]:
-            fate = Alias(tied[1])
-        else:
-            reason = role_of(info, checkpoint.config, names)
-            first = next((index for index, rule in enumerate(rules) if rule.matches(name.removesuffix(".weight"))), None)
-            if reason is None and first is None:
-                unmatched.append(name)
-                continue
-            fate = rules[first].fate if reason is None and first is not None else Keep(str(reason))
-            if first is not None and reason is None:
-                used.add(first)
-            elif first is not None and rules[first].pattern != "*":  # the rule for all speaks of what can be quantised
-                if isinstance(rules[first].fate, Keep):
-                    used.add(first)
-                elif len(info.shape) == 2:
-                    used.add(first)
-                    forced.append(f"{name} ({reason}; rule {rules[first].pattern!r})")
-        plans.append(TensorPlan(info, fate, stored_specs(info, fate)))
-    _raise_recipe_problems(rules, used, unmatched, forced)
-    _raise_scheme_problems(plans)
-    if not any(isinstance(plan.fate, Quantise) for plan in plans):
-        raise SourceError(f"{checkpoint.folder}: nothing to quantise: no tensor is a matrix of a decoder block")
-    return tuple(plans)
-
-
-def stored_specs(info: TensorInfo, fate: Fate) -> tuple[TensorSpec, ...]:
-    """The tensors that a source tensor with this fate is stored as, in their order."""
-    if isinstance(fate, Alias):
-        return ()
-    if isinstance(fate, Keep):
-        return (TensorSpec(info.name, info.dtype, info.shape, "kept"),)
-    module = info.name.removesuffix("weight")
-    layout = get_codec(fate.codec).layout(fate.scheme, (info.shape[0], info.shape[1]))
-    return tuple(TensorSpec(module + part.suffix, part.dtype, part.shape, part.role) for part in layout)
-
-
-def _raise_recipe_problems(rules: Sequence[Rule], used: set[int], unmatched: list[str], forced: list[str]) -> None:
-    problems = []
-    idle = [rule.pattern for index, rule in enumerate(rules) if index not in used]
-    if idle:
-        problems.append(f"{_listing(repr(pattern) for pattern in idle)}: no matrix has this pattern as its first match")
-    if unmatched:
-        problems.append(f"no rule matches {_listing(unmatched)}; end the recipe with a rule for '*'")
-    if forced:
-        problems.append(f"these must stay in float in this version: {_listing(forced)}; narrow the pattern")
-    if problems:
-        raise RecipeError(". ".join(problems))
-
-
-def _raise_scheme_problems(plans: Iterable[TensorPlan]) -> None:
-    refused = []
-    for plan in plans:
-        if isinstance(plan.fate, Quantise):
-            reason = get_codec(plan.fate.codec).refusal(plan.fate.scheme, plan.matrix_shape)
-            if reason:
-                refused.append(f"  {plan.module} {list(plan.matrix_shape)} as {plan.fate.scheme}: {reason}")
-    if refused:
-        lines = "\n".join(refused)
-        raise SchemeError(
-            f"{len(refused)} matrices cannot be stored as asked; choose a --group-size that divides their columns, 'channel', "
-            f"or keep them in float with a recipe rule (keep = true):\n{lines}"
-        )
-
-
-def _listing(names: Iterable[str]) -> str:
-    found = list(names)
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return ", ".join(found[:_SHOWN]) + more

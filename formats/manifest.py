@@ -142,14 +142,14 @@ class Manifest(Record):
         return write_bytes_atomically(folder / NAME, self.text().encode())
 
     def check_coverage(self, source_names: Iterable[str]) -> None:
-        """Raise CoverageError unless every source tensor has exactly one record (an alias may name one that is not stored)."""
+        """Raise CoverageError unless every source tensor has exactly one record (an alias or a copy may be new)."""
         counts = Counter(record.name for record in self.tensors)
         names = set(source_names)
-        aliases = {record.name for record in self.tensors if record.fate == "alias"}
+        made = {record.name for record in self.tensors if record.fate == "alias" or record.copy_of in names}
         problems = {
             "without a fate": sorted(names - set(counts)),
             "with more than one fate": sorted(name for name, count in counts.items() if count > 1),
-            "that the source does not have": sorted(set(counts) - names - aliases),
+            "that the source does not have": sorted(set(counts) - names - made),
         }
         for what, found in problems.items():
             if found:
@@ -216,7 +216,7 @@ def build_bits_per_weight(tensors: Iterable[TensorRecord], ledger: Iterable[Ledg
     """Both figures with their denominators; the quantised one is None when nothing was quantised."""
     stored = [record for record in tensors if record.fate != "alias"]
     quantised = [record for record in stored if record.fate == "quantised"]
-    every = sum(record.elements for record in stored)
+    every = sum(record.elements for record in stored if record.copy_of is None)
     if not every:
         raise CoverageError("no tensor of the manifest has any elements")
     elements = sum(record.elements for record in quantised)

@@ -74,8 +74,10 @@ class PartRecord(Record):
 class TensorRecord(Record):
     """The fate of one source tensor.
 
-    ``quantised`` has a scheme, a codec and parts; ``kept`` (bytes as in the source) and ``folded`` (float values changed by a
-    transform) have one part; ``alias`` has none and names the tensor that is stored. ``nbytes`` is the sum of the parts,
+    ``quantised`` has a scheme, a codec and parts; ``kept`` (bytes as in the source, or rounded to the type of its part) and
+    ``folded`` (float values changed by a transform) have one part; ``alias`` has none and names the tensor that is stored.
+    ``copy_of`` names the source tensor whose values a second one was made from, where a tied pair is stored as two.
+    ``quantizer`` made the codes. ``nbytes`` is the sum of the parts,
     ``bits_per_weight`` counts codes, scales and zeros, ``relative_error`` is ||W - Q|| / ||W||. ``module_class`` is the class of
     the module that owns the tensor (``Linear``), by which engines find what a configuration targets.
     """
@@ -87,7 +89,9 @@ class TensorRecord(Record):
     module_class: str | None = None
     scheme: str | None = None
     codec: str | None = None
+    quantizer: str | None = None
     alias_of: str | None = None
+    copy_of: str | None = None
     reason: str = ""
     parts: list[PartRecord] = []
     nbytes: Count
@@ -130,7 +134,7 @@ class LedgerLine(Record):
 class BitsPerWeight(Record):
     """``quantised`` = 8 (codes + scales + zeros) / quantised elements; ``whole_file`` = 8 x all weight files / all elements.
 
-    Elements are those of the source; an alias counts once, with the tensor that is stored.
+    All elements are those of the source: an alias and a copy are counted once, with the tensor whose values they have.
     """
 
     quantised: float | None

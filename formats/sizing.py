@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from formats.codec import get_codec
 from formats.engine_config import family_of
-from formats.fates import Quantise, TensorPlan, stored_specs
+from formats.fates import Quantise, TensorPlan
+from formats.planning import stored_specs
 from quant.errors import UsageError
 from quant.scheme import Blocks, Scheme
 
@@ -79,7 +80,7 @@ def with_schemes(plans: Sequence[TensorPlan], schemes: Mapping[str, Scheme]) -> 
     for plan in plans:
         if isinstance(plan.fate, Quantise) and plan.module in schemes:
             fate = dataclasses.replace(plan.fate, scheme=schemes[plan.module])
-            plan = TensorPlan(plan.info, fate, stored_specs(plan.info, fate))
+            plan = dataclasses.replace(plan, fate=fate, stored=stored_specs(plan.info, fate))
         found.append(plan)
     return tuple(found)
 

@@ -145,7 +145,8 @@ class Skeleton:
     def tie(self) -> None:
         """Give a tied output head that has no value of its own the embedding."""
         head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
-        if self.model.config.tie_word_embeddings and head is not None and head.weight.is_meta:
+        weight = getattr(head, "weight", None)  # what stands in for a quantised head has none, and its own values
+        if self.model.config.tie_word_embeddings and weight is not None and weight.is_meta:
             head.weight = embedding.weight
 
     def missing(self) -> tuple[str, ...]:

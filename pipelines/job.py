@@ -21,7 +21,7 @@ from eval.perplexity import WindowLosses, window_losses
 from eval.plots import run_plot
 from eval.rows import rows_bytes, window_rows
 from eval.stats import mean_loss, paired_difference
-from formats.engine_config import quantization_config
+from formats.engine_config import output_config, quantization_config
 from formats.folder import REPORT_NAME, WINDOWS_NAME
 from formats.manifest import FileRecord, HashedFile, Manifest, MeasurementRecord, RunRecord
 from formats.output import OutputFolder
@@ -134,7 +134,7 @@ class Job:
     def _codes(self, skeleton: Skeleton, sink: Sink, result: Quantised) -> None:
         """Put what the method makes of every tensor into ``sink``."""
         prepared, request = self.prepared, self.prepared.request
-        if not request.method.needs_calibration:
+        if not request.needs_calibration:
             with self.progress.stage("quantise", unit="tensor") as report:
                 quantise_without_data(prepared.checkpoint, prepared.plans, sink, report)
             return
@@ -182,9 +182,10 @@ class Job:
         return found
 
     def _config(self, folder: Path) -> FileRecord:
-        """config.json as in the source, with exactly one quantisation block."""
+        """config.json as in the source with exactly one quantisation block, untied where both halves of a pair are stored."""
         block = quantization_config(self.prepared.plans)
-        config = self.prepared.checkpoint.plain_config() | {"quantization_config": block}
+        plain = output_config(self.prepared.checkpoint.plain_config(), self.prepared.plans)
+        config = plain | {"quantization_config": block}
         data = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
         return _write(folder, "config.json", data, "config")
 

@@ -13,8 +13,7 @@ from calib.windows import Windows
 from eval.capacity.implications import implications
 from eval.measurement import windows_record
 from formats.atomic import hash_file
-from formats.engine_config import is_table
-from formats.fates import Quantise
+from formats.fates import Quantise, Rule
 from formats.manifest import (
     Deployment,
     Digests,
@@ -30,6 +29,7 @@ from formats.manifest import (
     build_ledger,
     versions,
 )
+from formats.tables import is_table
 from formats.writer import WrittenFile
 from pipelines.prepare import Prepared
 from quant.quantizer import Note
@@ -58,7 +58,7 @@ def build_manifest(
     notes = [NoteRecord(kind=kind, where="plan", text=text) for kind, text in prepared.notes]
     manifest = Manifest(
         method=request.method.name,
-        recipe={"rules": [_rule_record(rule.pattern, rule.fate) for rule in request.rules]},
+        recipe={"rules": [_rule_record(rule) for rule in request.rules]},
         options=dict(request.options),
         seed=request.seed,
         source=SourceRecord(
@@ -139,10 +139,14 @@ def _inline_template_hash(path: Path) -> str | None:
     return hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) else None
 
 
-def _rule_record(pattern: str, fate: Any) -> dict[str, Any]:
+def _rule_record(rule: Rule) -> dict[str, Any]:
+    """A rule as JSON; the schemes that it would use for shapes that the first does not fit stand in ``otherwise``."""
+    pattern, fate = rule.pattern, rule.fate
     if isinstance(fate, Quantise):
-        return {"match": pattern, "scheme": str(fate.scheme), "codec": fate.codec}
-    return {"match": pattern, "keep": True}
+        found: dict[str, Any] = {"match": pattern, "scheme": str(fate.scheme), "codec": fate.codec, "quantizer": fate.quantizer}
+        found |= {"options": dict(fate.options)} if fate.options else {}
+        return found | ({"otherwise": [str(other.scheme) for other in rule.otherwise]} if rule.otherwise else {})
+    return {"match": pattern, "keep": True} | ({"dtype": fate.dtype} if fate.dtype else {})
 
 
 def _grouped(notes: list[Note]) -> list[NoteRecord]:

@@ -24,9 +24,10 @@ from eval.capacity.implications import Assumptions
 from eval.capacity.model_shape import ModelShape
 from eval.perplexity import check_positions
 from formats.checkpoint import Checkpoint
-from formats.engine_config import fused_differences
-from formats.fates import Quantise, Rule, TensorPlan, plan_fates
+from formats.engine_config import fused_differences, output_config
+from formats.fates import DATA_FREE, Quantise, Rule, TensorPlan
 from formats.output import check_output
+from formats.planning import plan_fates, plan_notes
 from formats.shards import ShardPlan, plan_shards
 from formats.sizing import SizeTarget
 from formats.sources import Source, resolve
@@ -65,9 +66,15 @@ class Request:
     options: dict[str, str | int | float | bool | None] = field(default_factory=dict)
 
     @property
+    def needs_calibration(self) -> bool:
+        """Whether making the codes reads calibration text: for the method, or for a rule with a quantiser of its own."""
+        quantizers = {rule.fate.quantizer for rule in self.rules if isinstance(rule.fate, Quantise)}
+        return self.method.needs_calibration or not quantizers <= {DATA_FREE}
+
+    @property
     def calibrates(self) -> bool:
         """Whether the run reads calibration windows."""
-        return self.method.needs_calibration or self.tune_steps > 0 or self.target is not None
+        return self.needs_calibration or self.tune_steps > 0 or self.target is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +99,8 @@ class Prepared:
     def notes(self) -> tuple[tuple[str, str], ...]:
         """(kind, sentence) of what is odd before anything is done."""
         found = [("source", text) for text in self.checkpoint.notes]
-        return (*found, *(("fused-siblings", text) for text in fused_differences(self.plans)))
+        found += [("fused-siblings", text) for text in fused_differences(self.plans)]
+        return (*found, *plan_notes(self.plans))
 
 
 class Problems:
@@ -126,36 +134,8 @@ def prepare(request: Request) -> Prepared:
         cards = [] if request.cards == "none" else load_cards(request.cards)
     with problems.collect():
         prompt = _system_prompt(request.system_prompt)
-    corpus: Corpus | None = None
-    source: Source | None = None
-    with problems.collect():
-        source = resolve(request.model, report=announce)
-    with problems.collect():
-        corpus = load_corpus(request.corpus, join=request.convention.join, report=announce)
-    checkpoint: Checkpoint | None = None
-    if source is not None:
-        with problems.collect():
-            checkpoint = Checkpoint.open(source.folder)
-    if checkpoint is None:
-        with problems.collect():
-            check_output(request.output, None if source is None else source.folder, 0, request.force)
-    plans: tuple[TensorPlan, ...] = ()
-    shards: tuple[ShardPlan, ...] = ()
-    shape: ModelShape | None = None
-    if checkpoint is not None:
-        with problems.collect():
-            plans = plan_fates(checkpoint, request.rules)
-            _check_runnable(request.method, plans)
-            shards = plan_shards(
-                [plan.stored for plan in plans], header_metadata(request.method.name, plans), request.shard_bytes
-            )
-            if request.target is not None:
-                request.target.budget(plans, sum(shard.nbytes for shard in shards))
-        with problems.collect():
-            check_output(request.output, checkpoint.folder, _needed_bytes(checkpoint, shards), request.force)
-        if cards:
-            with problems.collect():
-                shape = ModelShape.from_config(checkpoint.plain_config())
+    source, checkpoint, corpus = _inputs(request, problems)
+    planned = _Planned((), (), None) if checkpoint is None else _planned(request, checkpoint, problems, with_shape=bool(cards))
     windows: tuple[TextTokenizer, Windows, Windows | None, float | None] | None = None
     if checkpoint is not None and corpus is not None:
         with problems.collect():
@@ -171,26 +151,71 @@ def prepare(request: Request) -> Prepared:
         request,
         source,
         checkpoint,
-        plans,
-        shards,
+        planned.plans,
+        planned.shards,
         corpus,
         tokenizer,
         evaluation,
         calibration,
         overlap,
         tuple(cards),
-        shape,
+        planned.shape,
         prompt,
     )
 
 
-def _check_runnable(method: Method, plans: Sequence[TensorPlan]) -> None:
+def _inputs(request: Request, problems: Problems) -> tuple[Source | None, Checkpoint | None, Corpus | None]:
+    """What the run reads; without a readable checkpoint the output folder is checked here, as far as that goes."""
+    source: Source | None = None
+    corpus: Corpus | None = None
+    checkpoint: Checkpoint | None = None
+    with problems.collect():
+        source = resolve(request.model, report=announce)
+    with problems.collect():
+        corpus = load_corpus(request.corpus, join=request.convention.join, report=announce)
+    if source is not None:
+        with problems.collect():
+            checkpoint = Checkpoint.open(source.folder)
+    if checkpoint is None:
+        with problems.collect():
+            check_output(request.output, None if source is None else source.folder, 0, request.force)
+    return source, checkpoint, corpus
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """What follows from headers and recipe: fates, files, and the shape that the cards are worked out with."""
+
+    plans: tuple[TensorPlan, ...]
+    shards: tuple[ShardPlan, ...]
+    shape: ModelShape | None
+
+
+def _planned(request: Request, checkpoint: Checkpoint, problems: Problems, *, with_shape: bool) -> _Planned:
+    plans: tuple[TensorPlan, ...] = ()
+    shards: tuple[ShardPlan, ...] = ()
+    shape: ModelShape | None = None
+    with problems.collect():
+        plans = plan_fates(checkpoint, request.rules)
+        _check_runnable(request, plans)
+        shards = plan_shards([plan.stored for plan in plans], header_metadata(request.method.name, plans), request.shard_bytes)
+        if request.target is not None:
+            request.target.budget(plans, sum(shard.nbytes for shard in shards))
+    with problems.collect():
+        check_output(request.output, checkpoint.folder, _needed_bytes(checkpoint, shards), request.force)
+    if with_shape:
+        with problems.collect():
+            shape = ModelShape.from_config(output_config(checkpoint.plain_config(), plans))
+    return _Planned(plans, shards, shape)
+
+
+def _check_runnable(request: Request, plans: Sequence[TensorPlan]) -> None:
     """Raise SourceError where a calibrated method meets experts, which transformers holds fused and does not run as matrices."""
     experts = [plan.module for plan in plans if isinstance(plan.fate, Quantise) and ".experts." in plan.name]
-    if method.needs_calibration and experts:
+    if request.needs_calibration and experts:
         raise SourceError(
-            f"{method.name} runs the blocks matrix by matrix, which the {len(experts)} matrices of experts do not allow yet "
-            f"(the first is {experts[0]}): use rtn, or keep them in float with a recipe rule"
+            f"{request.method.name} runs the blocks matrix by matrix, which the {len(experts)} matrices of experts do not allow "
+            f"yet (the first is {experts[0]}): use rtn, or keep them in float with a recipe rule"
         )
 
 

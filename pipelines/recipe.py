@@ -1,25 +1,36 @@
 """The recipe: which matrix is stored how, from the options of the command line or from a TOML file; checked before any work.
 
-method = "awq"                      # optional; must agree with the command line
+method = "gptq"                     # optional; must agree with the command line
 
 [[rule]]                            # the first rule that matches a module decides
 match = "*.down_proj"               # a shell pattern over module names, or "re:" and a regular expression
 bits = 8
-group_size = "channel"              # a number, "channel" or "tensor"
+group_size = [128, 64, 32]          # a number, "channel" or "tensor", or a list: the first that divides the columns
 symmetric = true
 scale_dtype = "f16"
+quantizer = "rtn"                   # another way to the codes than the method's
+order = "none"                      # the quantiser's own options, as on the command line
 
 [[rule]]
-match = "*.0.*"
-keep = true                         # stays in float
+match = "lm_head"                   # embeddings and output heads are quantised only by a rule that names them
+bits = 8
+group_size = "channel"
 
 [[rule]]
-match = "*"
+match = "*norm"
+keep = true                         # stays in float,
+dtype = "bf16"                      # in this type instead of the source's
+
+[[rule]]
+match = "*"                         # the rest of the decoder blocks' matrices
 bits = 4
+
+Presets are recipes shipped with the program: ``preset_names`` lists them.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 import tomllib
 from pathlib import Path
@@ -28,11 +39,15 @@ from typing import Literal, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from calib.methods import get_method
-from formats.fates import Keep, Quantise, Rule
+from formats.fates import DATA_FREE, Keep, Quantise, Rule
 from quant.errors import RecipeError, SchemeError
+from quant.quantizer import Option, quantizer_names
 from quant.scheme import Blocks, Scheme
 
 DEFAULT_BITS, DEFAULT_GROUP = 4, 64
+PRESETS = Path(__file__).parent / "presets"
+_OPTIONS = ("order", "grid", "damping", "asymmetric")
+_OF_A_SCHEME = ("bits", "group_size", "symmetric", "scale_dtype", "quantizer", *_OPTIONS)
 
 
 class RuleModel(BaseModel):
@@ -42,29 +57,59 @@ class RuleModel(BaseModel):
 
     match: str = Field(min_length=1)
     keep: bool = False
+    dtype: Literal["f16", "bf16", "f32"] | None = None
     bits: int | None = None
-    group_size: int | Literal["channel", "tensor"] | None = None
+    group_size: int | Literal["channel", "tensor"] | list[int | Literal["channel", "tensor"]] | None = None
     symmetric: bool | None = None
     scale_dtype: Literal["f16", "bf16", "f32"] | None = None
+    quantizer: str | None = None
+    order: Literal["energy", "none"] | None = None
+    grid: Literal["static", "updated"] | None = None
+    damping: float | None = Field(default=None, gt=0, lt=1)
+    asymmetric: bool | None = None
 
-    def rule(self, quantizer: str) -> Rule:
+    def rule(self, method_quantizer: str, options: tuple[Option, ...]) -> Rule:
+        """The rule; ``options`` are those of the command line for the method's quantiser."""
         if self.match.startswith("re:"):
             try:
                 re.compile(self.match[3:])
             except re.error as error:
                 raise RecipeError(f"rule {self.match!r} is not a regular expression: {error}") from None
         if self.keep:
-            given = [name for name in ("bits", "group_size", "symmetric", "scale_dtype") if getattr(self, name) is not None]
+            given = [name for name in _OF_A_SCHEME if getattr(self, name) is not None]
             if given:
                 raise RecipeError(f"rule {self.match!r}: keep = true leaves no place for {', '.join(given)}")
-            return Rule(self.match, Keep("kept in float by the recipe"))
-        scheme = Scheme(
-            DEFAULT_BITS if self.bits is None else self.bits,
-            "zp" if self.symmetric is False else "sym",
-            DEFAULT_GROUP if self.group_size is None else self.group_size,
-            self.scale_dtype or "f16",
-        )
-        return Rule(self.match, Quantise(scheme, quantizer))
+            return Rule(self.match, Keep("kept in float by the recipe", self.dtype.upper() if self.dtype else None))
+        if self.dtype is not None:
+            raise RecipeError(
+                f"rule {self.match!r}: dtype is the type of what is kept; write keep = true, or scale_dtype for scales"
+            )
+        if self.quantizer is not None and self.quantizer not in quantizer_names():
+            raise RecipeError(
+                f"rule {self.match!r}: no such quantizer: {self.quantizer!r} (there are: {', '.join(quantizer_names())})"
+            )
+        return Rule(self.match, *self._fates(method_quantizer, options))
+
+    def _fates(self, method_quantizer: str, options: tuple[Option, ...]) -> tuple[Quantise, tuple[Quantise, ...]]:
+        """The fate, and those for shapes that it does not fit."""
+        quantizer = self.quantizer or method_quantizer
+        inherited = dict(options) if quantizer == method_quantizer else {}
+        own = {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
+        if own and quantizer == DATA_FREE:
+            raise RecipeError(f"rule {self.match!r}: {quantizer} has no option {', '.join(own)}")
+        sizes = self.group_size if isinstance(self.group_size, list) else [self.group_size]
+        if not sizes:
+            raise RecipeError(f"rule {self.match!r}: group_size is an empty list")
+        fates = []
+        for size in sizes:
+            scheme = Scheme(
+                DEFAULT_BITS if self.bits is None else self.bits,
+                "zp" if self.symmetric is False else "sym",
+                DEFAULT_GROUP if size is None else size,
+                self.scale_dtype or "f16",
+            )
+            fates.append(Quantise(scheme, quantizer, options=tuple(sorted((inherited | own).items()))))
+        return fates[0], tuple(fates[1:])
 
 
 class RecipeModel(BaseModel):
@@ -86,8 +131,24 @@ def parse_group_size(text: str) -> Blocks:
         raise SchemeError(f"group size must be a number, 'channel' or 'tensor'; got {text!r}") from None
 
 
-def load_recipe(path: Path, method: str) -> tuple[Rule, ...]:
-    """Rules of a recipe file.
+def preset_names() -> tuple[str, ...]:
+    """Names of the shipped recipes."""
+    return tuple(sorted(path.stem for path in PRESETS.glob("*.toml")))
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a preset, or the path itself. Raises RecipeError with the presets there are."""
+    if name in preset_names():
+        return PRESETS / f"{name}.toml"
+    if name.endswith(".toml") or "/" in name or Path(name).exists():
+        return Path(name)
+    close = difflib.get_close_matches(name, preset_names(), 1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise RecipeError(f"no such recipe: {name!r} ({hint}presets: {', '.join(preset_names())}; or the path of a .toml file)")
+
+
+def load_recipe(path: Path, method: str, options: tuple[Option, ...] = ()) -> tuple[Rule, ...]:
+    """Rules of a recipe file; ``options`` of the command line hold where a rule does not say otherwise.
 
     Raises:
         RecipeError: no such file, not TOML, an unknown key or a value of the wrong kind, or another method than asked for.
@@ -102,9 +163,8 @@ def load_recipe(path: Path, method: str) -> tuple[Rule, ...]:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(step) for step in first["loc"])
-        raise RecipeError(
-            f"{path}: {place}: {first['msg'].lower()} (known: match, keep, bits, group_size, symmetric, scale_dtype)"
-        ) from None
+        known = ", ".join(RuleModel.model_fields)
+        raise RecipeError(f"{path}: {place}: {first['msg'].lower()} (known: {known})") from None
     if found.method is not None and found.method != method:
         raise RecipeError(f"{path} is a recipe for {found.method!r}, but the command line asks for {method!r}")
-    return tuple(rule.rule(get_method(method).quantizer) for rule in found.rule)
+    return tuple(rule.rule(get_method(method).quantizer, options) for rule in found.rule)

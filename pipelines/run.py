@@ -19,7 +19,7 @@ from formats.sizing import SizeTarget
 from pipelines.cli import HELP_OPTIONS, run_app
 from pipelines.prepare import Prepared, Request, prepare
 from pipelines.progress import Progress
-from pipelines.recipe import DEFAULT_BITS, DEFAULT_GROUP, load_recipe, parse_group_size
+from pipelines.recipe import DEFAULT_BITS, DEFAULT_GROUP, find_recipe, load_recipe, parse_group_size, preset_names
 from pipelines.summary import show_finished, show_plan
 from quant.errors import UsageError
 from quant.scheme import SCALE_BYTES, ScaleType, Scheme
@@ -55,8 +55,12 @@ def main(
         str, typer.Option(metavar="|".join(SCALE_BYTES), help="Type in which scales are stored.", rich_help_panel=_QUALITY)
     ] = "f16",
     recipe: Annotated[
-        Path | None,
-        typer.Option(help="TOML file with a scheme per pattern, instead of the four above.", rich_help_panel=_QUALITY),
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help=f"A scheme per pattern instead of the four above: {', '.join(preset_names())}, or a TOML file.",
+            rich_help_panel=_QUALITY,
+        ),
     ] = None,
     clip: Annotated[
         bool,
@@ -199,7 +203,7 @@ def main(
         calibration_start=calibration_start,
         seed=seed,
         cards=cards,
-        output=output or _default_output(model, method, rules),
+        output=output or _default_output(model, method, rules, recipe),
         device=_device(device),
         batch=batch,
         clip=clip,
@@ -246,7 +250,7 @@ _NOT_RECORDED = frozenset({"output", "force", "dry_run", "as_json", "method"})
 
 
 def _rules(
-    context: typer.Context, method: str, bits: int, group_size: str, symmetric: bool, scale_dtype: str, recipe: Path | None
+    context: typer.Context, method: str, bits: int, group_size: str, symmetric: bool, scale_dtype: str, recipe: str | None
 ) -> tuple[Rule, ...]:
     """One rule for everything from the options, or those of the recipe; both at once would contradict each other."""
     if recipe is None:
@@ -258,7 +262,7 @@ def _rules(
     if given:
         flags = ", ".join("--" + name.replace("_", "-") for name in given)
         raise UsageError(f"{flags} cannot go with --recipe, which says the same per pattern: put it into {recipe}")
-    return load_recipe(recipe, method)
+    return load_recipe(find_recipe(recipe), method)
 
 
 def _target(context: typer.Context, bits_per_weight: float | None, file_bytes: int | None) -> SizeTarget | None:
@@ -299,10 +303,11 @@ def _device(text: str) -> str:
     return text
 
 
-def _default_output(model: str, method: str, rules: tuple[Rule, ...]) -> Path:
+def _default_output(model: str, method: str, rules: tuple[Rule, ...], recipe: str | None) -> Path:
     stem = Path(model.partition("@")[0].rstrip("/")).name or "model"
     fate = rules[0].fate
-    what = str(fate.scheme) if len(rules) == 1 and isinstance(fate, Quantise) else "recipe"
+    single = fate.scheme if recipe is None and isinstance(fate, Quantise) else None
+    what = str(single) if single is not None else Path(recipe or "recipe").stem
     return Path("artifacts") / f"{stem}-{method}-{what}"
 
 

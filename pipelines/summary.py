@@ -18,6 +18,7 @@ from formats.codec import get_codec
 from formats.fates import Alias, Keep, Quantise, TensorPlan
 from formats.folder import REPORT_NAME, WINDOWS_NAME
 from formats.manifest import Manifest, MeasurementRecord
+from formats.tables import embedding_advice
 from formats.units import size_text
 from pipelines.prepare import Prepared
 
@@ -30,9 +31,10 @@ def _console() -> Console:
 
 def _fate(plan: TensorPlan) -> tuple[str, str]:
     if isinstance(plan.fate, Quantise):
-        return "quantise", f"{plan.fate.scheme} {plan.fate.codec}"
+        copied = f" (a copy of {plan.copy_of})" if plan.copy_of else ""
+        return "quantise", f"{plan.fate.quantizer} {plan.fate.scheme} {plan.fate.codec}{copied}"
     if isinstance(plan.fate, Keep):
-        return "keep", plan.fate.reason
+        return "keep", f"{plan.fate.reason}{f', as {plan.stored_dtype}' if plan.fate.dtype else ''}"
     assert isinstance(plan.fate, Alias)
     return "alias", f"of {plan.fate.of}"
 
@@ -135,8 +137,10 @@ def _python() -> str:
 
 def _advice(prepared: Prepared) -> list[str]:
     """What engines need to load these schemes, each sentence once."""
-    fates = [plan.fate for plan in prepared.plans if isinstance(plan.fate, Quantise)]
-    return list(dict.fromkeys(sentence for fate in fates for sentence in get_codec(fate.codec).advice(fate.scheme)))
+    plans = [plan for plan in prepared.plans if isinstance(plan.fate, Quantise)]
+    fates = [plan.fate for plan in plans if isinstance(plan.fate, Quantise)]
+    found = [sentence for fate in fates for sentence in get_codec(fate.codec).advice(fate.scheme)]
+    return list(dict.fromkeys([*found, *embedding_advice(plan.module for plan in plans)]))
 
 
 def _result_table(prepared: Prepared, manifest: Manifest) -> Table:

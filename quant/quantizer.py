@@ -7,6 +7,7 @@ Listing the names imports nothing, so that the command line can check a method b
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import importlib
 import pkgutil
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quant.qtensor import QTensor
+
+
+# A name and a value of a quantiser's own settings, for example ("damping", 0.05); the names are its field names.
+Option = tuple[str, str | float | bool]
 
 
 class Need(enum.Enum):
@@ -83,10 +88,14 @@ def quantizer_names() -> tuple[str, ...]:
     return tuple(sorted(module.name for module in pkgutil.iter_modules(package.__path__)))
 
 
-def get_quantizer(name: str) -> Quantizer:
-    """The quantiser of that name. Raises UsageError with the names there are."""
+def get_quantizer(name: str, options: tuple[Option, ...] = ()) -> Quantizer:
+    """The quantiser of that name, with ``options`` in place of its defaults. Raises UsageError with the names there are."""
     if name not in quantizer_names():
         raise UsageError(f"no such quantiser: {name!r} (there are: {', '.join(quantizer_names())})")
     module = importlib.import_module(f"quant.quantizers.{name}")
     found: Quantizer = module.QUANTIZER
-    return found
+    known = [field.name for field in dataclasses.fields(found)]  # type: ignore[arg-type]  # every quantiser is a dataclass
+    wrong = [option for option, _ in options if option not in known]
+    if wrong:
+        raise UsageError(f"{name} has no option {wrong[0]!r} (there are: {', '.join(known) or 'none'})")
+    return dataclasses.replace(found, **dict(options)) if options else found  # type: ignore[type-var]

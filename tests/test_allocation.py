@@ -13,7 +13,8 @@ import torch
 from calib.capture import BlockRunner
 from calib.sensitivity import measure_units
 from formats.checkpoint import Checkpoint
-from formats.fates import Quantise, Rule, plan_fates
+from formats.fates import Quantise, Rule
+from formats.planning import plan_fates
 from formats.reader import load_model
 from formats.sizing import WIDTHS, best_uniform, matrix_bytes, units_of
 from formats.skeleton import Skeleton

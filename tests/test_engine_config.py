@@ -12,7 +12,8 @@ import torch
 
 from formats.checkpoint import Checkpoint
 from formats.engine_config import quantization_config
-from formats.fates import Keep, Quantise, Rule, TensorPlan, plan_fates
+from formats.fates import Keep, Quantise, Rule, TensorPlan
+from formats.planning import plan_fates
 from formats.skeleton import Skeleton
 from quant.scheme import Scheme
 

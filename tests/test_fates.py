@@ -10,7 +10,9 @@ import pytest
 
 from formats.checkpoint import Checkpoint
 from formats.codec import get_codec
-from formats.fates import Alias, Keep, Quantise, Rule, TensorPlan, plan_fates
+from formats.engine_config import output_config
+from formats.fates import Alias, Keep, Quantise, Rule, TensorPlan
+from formats.planning import plan_fates, plan_notes
 from quant.errors import RecipeError, SchemeError, SourceError
 from quant.scheme import Scheme
 from tests.failure.damage import CONFIG, poke, write_folder
@@ -159,12 +161,98 @@ def test_r32_a_tied_head_with_other_values_is_refused(tmp_path: Path) -> None:
         plan_fates(Checkpoint.open(folder), everything())
 
 
-@pytest.mark.parametrize("config", [TIED, {"tie_word_embeddings": False}])
-@pytest.mark.parametrize("pattern", ["lm_head", "model.embed_tokens", "re:.*(lm_head|embed_tokens)$"])
-def test_r31_quantising_head_or_embedding_is_refused_and_named(pattern: str, config: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(RecipeError) as caught:
-        plan(tmp_path, llama(), [Rule(pattern, G32), *everything()], config)
-    assert "lm_head" in str(caught.value) or "embed_tokens" in str(caught.value)
+EIGHT = Quantise(Scheme(8, "sym", "channel"))
+HEAD, TABLE, BOTH = "lm_head", "model.embed_tokens", "re:.*(lm_head|embed_tokens)$"
+ONCE = {name: value for name, value in llama().items() if name != "lm_head.weight"}
+
+
+@pytest.mark.parametrize("tensors", [llama(), ONCE], ids=["stored twice", "stored once"])
+@pytest.mark.parametrize("pattern", [HEAD, TABLE, BOTH])
+def test_r31_r32_a_tied_table_is_one_quantised_table_or_an_explicit_pair(pattern: str, tensors: Tensors, tmp_path: Path) -> None:
+    """R31: (b), (c) untied explicitly where one half is quantised; R32: quantised once where both are."""
+    folder = write_folder(tmp_path / "model", tensors, CONFIG | TIED)
+    checkpoint = Checkpoint.open(folder)
+    plans = plan_fates(checkpoint, [Rule(pattern, EIGHT), *everything()])
+    found = {each.name: each for each in plans}
+    table, head = found["model.embed_tokens.weight"], found["lm_head.weight"]
+    config = output_config(checkpoint.config, plans)
+    assert len(plans) == len(llama())
+    if pattern == BOTH:
+        assert (table.fate, head.fate, head.stored) == (EIGHT, Alias(table.name), ())
+        assert config["tie_word_embeddings"] is True
+        assert not plan_notes(plans)
+        return
+    assert (table.fate == EIGHT, head.fate == EIGHT) == (pattern == TABLE, pattern == HEAD)
+    assert isinstance(table.fate if pattern == HEAD else head.fate, Keep)
+    assert head.source_name == ("model.embed_tokens.weight" if tensors is ONCE else "lm_head.weight")
+    assert head.info.shape == table.info.shape
+    assert config["tie_word_embeddings"] is False
+    assert [kind for kind, _ in plan_notes(plans)] == ["untied"]
+
+
+def test_r32_two_schemes_for_one_tied_table_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"embed_tokens\.weight and lm_head\.weight are one tied table"):
+        plan(tmp_path, llama(), [Rule(HEAD, EIGHT), Rule(TABLE, G32), *everything()], TIED)
+
+
+@pytest.mark.parametrize("pattern", [HEAD, TABLE, BOTH])
+def test_untied_tables_are_quantised_when_a_rule_names_them(pattern: str, tmp_path: Path) -> None:
+    found = plan(tmp_path, llama(), [Rule(pattern, EIGHT), *everything()], {"tie_word_embeddings": False})
+    named = {HEAD: {HEAD}, TABLE: {TABLE}, BOTH: {HEAD, TABLE}}[pattern]
+    assert {each.module for each in found.values() if each.fate == EIGHT} == named
+
+
+@pytest.mark.parametrize("pattern", ["*", "re:.*", "re:"])
+def test_a_rule_for_everything_names_no_table(pattern: str, tmp_path: Path) -> None:
+    for config in (TIED, {"tie_word_embeddings": False}):
+        found = plan(tmp_path / str(config), llama(), [Rule(pattern, G32)], config)
+        assert isinstance(found["model.embed_tokens.weight"].fate, Keep)
+        assert not isinstance(found["lm_head.weight"].fate, Quantise)
+
+
+def test_tables_are_rounded_without_data_whatever_the_quantiser_and_say_so(tmp_path: Path) -> None:
+    clever = Quantise(Scheme(8, "sym", 32), "gptq", options=(("damping", 0.1),))
+    folder = write_folder(tmp_path / "model", llama(), CONFIG | {"tie_word_embeddings": False})
+    plans = plan_fates(Checkpoint.open(folder), [Rule(BOTH, clever), Rule("*", clever)])
+    for each in plans:
+        if isinstance(each.fate, Quantise):
+            assert (each.fate.quantizer, bool(each.fate.options)) == (
+                ("rtn", False) if "layers" not in each.name else ("gptq", True)
+            )
+    sentence = "rounded to nearest, not by gptq: calibration gathers nothing for embeddings and output heads"
+    assert plan_notes(plans) == (("data-free", f"lm_head.weight and 1 more: {sentence}"),)
+
+
+@pytest.mark.parametrize("width", [64, 96, 576, 80, 33])
+def test_the_first_size_that_divides_the_columns_is_used_and_another_than_the_first_is_noted(width: int, tmp_path: Path) -> None:
+    """576 columns are no multiple of 128: groups of 64. 33 columns fit none of the sizes, which is refused."""
+    first, *others = (Quantise(Scheme(4, "sym", size)) for size in (128, 64, 32, 16))
+    folder = write_folder(tmp_path / "model", llama(hidden=width, intermediate=256))
+    rules = [Rule("*", first, tuple(others))]
+    if width == 33:
+        with pytest.raises(SchemeError, match="33 input columns are no multiple of the group size 128"):
+            plan_fates(Checkpoint.open(folder), rules)
+        return
+    plans = plan_fates(Checkpoint.open(folder), rules)
+    expected = {64: 64, 96: 32, 576: 64, 80: 16}[width]
+    for each in plans:
+        if isinstance(each.fate, Quantise):
+            assert each.fate.scheme.blocks == (128 if "down" in each.name else expected)
+            assert bool(each.notes) == ("down" not in each.name)
+    ((_, text),) = plan_notes(plans)
+    assert text == (
+        f"model.layers.0.mlp.gate_proj.weight and 11 more: stored as int4-sym-g{expected}-f16, not int4-sym-g128-f16: "
+        f"its {width} input columns are no multiple of the group size 128"
+    )
+
+
+def test_a_keep_rule_may_choose_the_type_that_is_stored(tmp_path: Path) -> None:
+    tensors = llama() | {"model.layers.0.counts": ("I64", [4])}
+    found = plan(tmp_path, tensors, [Rule("re:.*(norm|counts)$", Keep("recipe", "BF16")), *everything()])
+    for name, each in found.items():
+        if not isinstance(each.fate, Quantise):
+            assert each.stored[0].dtype == ("BF16" if name.endswith("norm.weight") else tensors[name][0])
+            assert each.stored[0].shape == each.info.shape
 
 
 def moe(router: str, experts: str, count: int = 8) -> Tensors:

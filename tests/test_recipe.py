@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from formats.checkpoint import Checkpoint
-from formats.fates import Keep, Quantise, Rule, plan_fates
-from pipelines.recipe import load_recipe, parse_group_size
+from formats.fates import Keep, Quantise, Rule
+from formats.planning import plan_fates
+from pipelines.recipe import find_recipe, load_recipe, parse_group_size, preset_names
 from quant.errors import BitledgerError, RecipeError, SchemeError
 from quant.scheme import Scheme
 from tests.failure.damage import write_folder
@@ -102,7 +103,15 @@ WRONG = {
     "pattern twice": ('[[rule]]\nmatch = "*.o_proj"\nbits = 8\n' * 2 + REST, "'*.o_proj': no matrix"),
     "only vectors": ('[[rule]]\nmatch = "*layernorm"\nbits = 8\n' + REST, "'*layernorm': no matrix"),
     "unmatched matrices": ('[[rule]]\nmatch = "*.o_proj"\n', "no rule matches model.layers.0.mlp.down_proj.weight"),
-    "head": ('[[rule]]\nmatch = "lm_head"\n' + REST, "must stay in float in this version: lm_head.weight"),
+    "router": ('[[rule]]\nmatch = "*.gate"\n' + REST, "'*.gate': no matrix"),
+    "dtype of a scheme": ('[[rule]]\nmatch = "*.o_proj"\ndtype = "bf16"\n' + REST, "keep = true"),
+    "storage type": ('[[rule]]\nmatch = "*norm"\nkeep = true\ndtype = "f8"\n' + REST, "dtype"),
+    "quantizer": ('[[rule]]\nmatch = "*"\nquantizer = "gtpq"\n', "no such quantizer: 'gtpq' (there are: "),
+    "keep and quantizer": ('[[rule]]\nmatch = "*"\nkeep = true\nquantizer = "rtn"\n', "no place for quantizer"),
+    "option of another": ('[[rule]]\nmatch = "*"\norder = "none"\n', "rtn has no option order"),
+    "no sizes": ('[[rule]]\nmatch = "*"\ngroup_size = []\n', "empty list"),
+    "sizes as text": ('[[rule]]\nmatch = "*"\ngroup_size = ["64"]\n', "group_size"),
+    "no damping": ('[[rule]]\nmatch = "*"\nquantizer = "gptq"\ndamping = 0.0\n', "damping"),
 }  # fmt: skip
 
 
@@ -117,8 +126,8 @@ def test_a_wrong_recipe_is_one_sentence_that_names_the_thing(case: str, tmp_path
 
 def test_all_problems_of_a_recipe_are_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as caught:
-        plan(tmp_path, '[[rule]]\nmatch = "*.nosuch"\n[[rule]]\nmatch = "lm_head"\n[[rule]]\nmatch = "*.o_proj"\n')
-    for words in ("'*.nosuch': no matrix", "no rule matches", "must stay in float in this version: lm_head.weight"):
+        plan(tmp_path, '[[rule]]\nmatch = "*.nosuch"\n[[rule]]\nmatch = "projection"\n[[rule]]\nmatch = "*.o_proj"\n')
+    for words in ("'*.nosuch', 'projection': no matrix", "no rule matches model.layers.0.mlp.down_proj.weight"):
         assert words in str(caught.value)
 
 
@@ -178,3 +187,40 @@ def test_a_scheme_and_its_name_are_one(bits: int) -> None:
 def test_what_is_no_scheme_is_refused(text: str) -> None:
     with pytest.raises(SchemeError):
         Scheme.parse(text)
+
+
+def test_a_rule_may_name_its_own_quantiser_and_options(tmp_path: Path) -> None:
+    text = '[[rule]]\nmatch = "*.o_proj"\nquantizer = "rtn"\n[[rule]]\nmatch = "*"\norder = "none"\ndamping = 0.05\n'
+    rounded, rest = load(tmp_path, text, "gptq")
+    assert rounded.fate == Quantise(Scheme(4, "sym", 64), "rtn")
+    assert rest.fate == Quantise(Scheme(4, "sym", 64), "gptq", options=(("damping", 0.05), ("order", "none")))
+
+
+def test_sizes_are_tried_in_their_order(tmp_path: Path) -> None:
+    (rule,) = load(tmp_path, '[[rule]]\nmatch = "*"\ngroup_size = [128, 64, "channel"]\n')
+    sizes = [fate.scheme.blocks for fate in (rule.fate, *rule.otherwise) if isinstance(fate, Quantise)]
+    assert sizes == [128, 64, "channel"]
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_presets_are_recipes_that_fit_a_model(name: str, tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write_folder(tmp_path / "model", llama(hidden=576, intermediate=1536)))
+    rules = load_recipe(find_recipe(name), "rtn")
+    assert any(isinstance(each.fate, Quantise) for each in plan_fates(checkpoint, rules))
+
+
+def test_the_seed_preset_is_the_seeds_case(tmp_path: Path) -> None:
+    tensors = llama(hidden=576, intermediate=1536)
+    checkpoint = Checkpoint.open(write_folder(tmp_path / "model", tensors))
+    found = {each.module: each for each in plan_fates(checkpoint, load_recipe(find_recipe("seed-mixed"), "rtn"))}
+    schemes = {name: str(each.fate.scheme) for name, each in found.items() if isinstance(each.fate, Quantise)}
+    assert schemes["lm_head"] == schemes["model.embed_tokens"] == "int8-sym-channel-f16"
+    assert schemes["model.layers.1.mlp.down_proj"] == "int4-sym-g128-f16"
+    assert schemes["model.layers.1.mlp.up_proj"] == "int4-sym-g64-f16"
+    assert {each.stored_dtype for name, each in found.items() if name.endswith("norm")} == {"BF16"}
+
+
+def test_a_wrong_preset_name_lists_the_right_ones(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"no such recipe: 'seed-mxed' \(did you mean 'seed-mixed'\? presets: "):
+        find_recipe("seed-mxed")
+    assert find_recipe(str(tmp_path / "own.toml")) == tmp_path / "own.toml"

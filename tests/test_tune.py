@@ -15,7 +15,8 @@ from calib.student import FrozenLinear, ScaledLinear
 from calib.teacher import Teacher
 from calib.tune import Student, divergence, split, tune
 from formats.checkpoint import Checkpoint
-from formats.fates import Quantise, Rule, plan_fates
+from formats.fates import Quantise, Rule
+from formats.planning import plan_fates
 from formats.reader import Artefact, load_model
 from formats.skeleton import Skeleton
 from quant.quantizers.rtn import round_to_nearest
