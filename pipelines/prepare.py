@@ -57,6 +57,7 @@ class Request:
     batch: int
     clip: bool
     tune_steps: int
+    self_written_windows: int
     learn_iterations: int
     target: SizeTarget | None
     force: bool
