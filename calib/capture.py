@@ -171,8 +171,8 @@ class BlockRunner:
         missed = [name for name in modules if name not in found]
         if missed:
             raise SourceError(
-                f"{self.skeleton.blocks_name}.{index}.{missed[0]} and {len(missed) - 1} more matrices never ran on the calibration "
-                "windows: keep them in float with a recipe rule, or use rtn"
+                f"{self.skeleton.blocks_name}.{index}.{missed[0]} and {len(missed) - 1} more matrices never ran on the "
+                "calibration windows: keep them in float with a recipe rule, or use rtn"
             )
         for name, evidence in found.items():
             if not bool(torch.isfinite(evidence.gram).all()):

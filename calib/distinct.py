@@ -56,8 +56,8 @@ def calibration_notes(ids: NDArray[np.int64], plans: Sequence[TensorPlan]) -> li
     if wide:
         widest = max(plan.matrix_shape[1] for plan in wide)
         text = (
-            f"{found.distinct_rows:,} distinct rows ({found.rows:,} tokens) are fewer than the input channels of {len(wide)} matrices "
-            f"(up to {widest:,}): their evidence is rank-deficient; more --calibration-windows give more"
+            f"{found.distinct_rows:,} distinct rows ({found.rows:,} tokens) are fewer than the input channels of {len(wide)} "
+            f"matrices (up to {widest:,}): their evidence is rank-deficient; more --calibration-windows give more"
         )
         notes.append(("rank-deficient", text))
     return notes

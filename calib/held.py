@@ -38,6 +38,9 @@ class BlockFit:
             float((weights * weights).sum()),
         )
 
+    def to(self, device: str) -> BlockFit:
+        return BlockFit(self.products.to(device), self.squares.to(device), self.energy)
+
     def relative_error(self, scales: Tensor) -> float:
         """||W - Q|| / ||W|| of the same codes with ``scales``."""
         s = scales.double()
@@ -72,12 +75,12 @@ class Held:
 
     def quantised(self, plan: TensorPlan, qtensor: QTensor, reference: Tensor, notes: Sequence[Note] = ()) -> None:
         self.order.append(plan)
-        self.matrices[plan.name] = HeldMatrix(qtensor, BlockFit.of(qtensor, reference), tuple(notes))
+        self.matrices[plan.name] = HeldMatrix(qtensor.to("cpu"), BlockFit.of(qtensor, reference).to("cpu"), tuple(notes))
 
     def kept(self, plan: TensorPlan, value: Tensor, folded: bool = False) -> None:
         self.order.append(plan)
         if folded:
-            self.values[plan.name] = value.detach().clone()
+            self.values[plan.name] = value.detach().cpu().clone()
 
     def alias(self, plan: TensorPlan) -> None:
         self.order.append(plan)

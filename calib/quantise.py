@@ -62,7 +62,7 @@ class TensorSink:
     def packed(self, plan: TensorPlan, qtensor: QTensor, relative_error: float, notes: Sequence[Note] = ()) -> None:
         """Write a quantised matrix whose error against its float matrix is known."""
         assert isinstance(plan.fate, Quantise)
-        parts = get_codec(plan.fate.codec).pack(qtensor)
+        parts = get_codec(plan.fate.codec).pack(qtensor.to("cpu"))
         for spec in plan.stored:
             self._writer.put(spec.name, parts[spec.name.rpartition(".")[2]])
         self._add(plan, "quantised", relative_error=relative_error, notes=[note.text for note in notes])
@@ -79,7 +79,7 @@ class TensorSink:
         if folded:
             dtype: torch.dtype = getattr(torch, TORCH_DTYPES[plan.stored_dtype])
             value, reason = value.to(dtype), why
-        self._writer.put(plan.name, value.contiguous())
+        self._writer.put(plan.name, value.cpu().contiguous())
         self._add(plan, "folded" if folded else "kept", reason=reason)
 
     def alias(self, plan: TensorPlan) -> None:

@@ -44,9 +44,12 @@ class ScaledLinear(nn.Module):
     def __init__(self, qtensor: QTensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.qtensor = qtensor
-        self.bias = bias
-        self.levels = levels_of(qtensor).to(dtype)
-        self.start = qtensor.scales.float()
+        self.levels: Tensor
+        self.start: Tensor
+        self.bias: Tensor | None
+        self.register_buffer("levels", levels_of(qtensor).to(dtype))
+        self.register_buffer("start", qtensor.scales.float())
+        self.register_buffer("bias", bias)
         trainable = qtensor.scheme.scale in TRAINABLE_SCALES
         self.factor = nn.Parameter(torch.zeros_like(self.start), requires_grad=trainable)
 
@@ -58,7 +61,9 @@ class ScaledLinear(nn.Module):
         """The same codes with the scales of now, rounded to their stored type."""
         if not self.factor.requires_grad:
             return self.qtensor
-        return dataclasses.replace(self.qtensor, scales=store_scales(self.scales().detach(), self.qtensor.scheme))
+        return dataclasses.replace(
+            self.qtensor, scales=store_scales(self.scales().detach().to(self.qtensor.codes.device), self.qtensor.scheme)
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         product: Any = _Product.apply

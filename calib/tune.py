@@ -126,7 +126,7 @@ class Student:
         for name, matrix in self.matrices.items():
             self.held.matrices[name].qtensor = matrix.trained()
         for name, parameter in self.norms.items():
-            self.held.values[name] = parameter.detach().to(dtypes[name]).float()
+            self.held.values[name] = parameter.detach().cpu().to(dtypes[name]).float()
             self.held.reasons[name] = WHY
 
 

@@ -23,6 +23,11 @@ LAYOUT_VERSION = "0.15.0"
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
+def family_of(leaf: str) -> str:
+    """One name for all matrices that engines fuse into one (``q_proj`` for q, k and v), by the last part of the module's name."""
+    return next((family[0] for family in _FUSED if leaf in family), leaf)
+
+
 def kept_linears(plans: Sequence[TensorPlan]) -> list[str]:
     """Modules of a plan that are matrices, stay in float and are no embedding table: what engines would take for quantised."""
     return sorted(

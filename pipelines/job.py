@@ -31,6 +31,7 @@ from formats.writer import ShardedWriter, WrittenFile, copy_file, hash_file, wri
 from pipelines.ledger import build_manifest
 from pipelines.prepare import Prepared, header_metadata
 from pipelines.progress import Progress
+from pipelines.target import TargetSearch
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,7 +59,7 @@ class Job:
         request = self.prepared.request
         source_files = self._hash_source()
         with OutputFolder(request.output, request.force) as folder:
-            result, written = self._quantise(folder)
+            result, written = self._stored(folder)
             self._quantise_peak = peak_rss_bytes()
             files = [
                 FileRecord(name=file.name, nbytes=file.nbytes, sha256=file.sha256, role=cast(Any, file.role)) for file in written
@@ -97,6 +98,20 @@ class Job:
                 found.append(HashedFile(name=name, nbytes=nbytes, sha256=sha256))
                 report(done, len(names))
         return found
+
+    def _stored(self, folder: Path) -> tuple[Quantised, tuple[WrittenFile, ...]]:
+        """Weights and config.json in ``folder``; where a size is to be met, those of the better candidate."""
+        if self.prepared.request.target is None:
+            return self._quantise(folder)
+        search = TargetSearch(self.prepared, self.progress, self._candidate)
+        self.prepared, result, written = search.run(folder)
+        return result, written
+
+    def _candidate(self, folder: Path, prepared: Prepared) -> tuple[Quantised, tuple[WrittenFile, ...]]:
+        self.prepared = prepared
+        made = self._quantise(folder)
+        self._config(folder)
+        return made
 
     def _quantise(self, folder: Path) -> tuple[Quantised, tuple[WrittenFile, ...]]:
         prepared, request = self.prepared, self.prepared.request

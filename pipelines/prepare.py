@@ -30,6 +30,7 @@ from formats.fates import DATA_FREE, Quantise, Rule, TensorPlan
 from formats.output import check_output
 from formats.planning import plan_fates, plan_notes
 from formats.shards import ShardPlan, plan_shards
+from formats.sizing import SizeTarget
 from formats.sources import Source, resolve
 from pipelines.progress import announce
 from quant.errors import BitledgerError, SourceError, UsageError
@@ -58,6 +59,7 @@ class Request:
     clip: bool
     tune_steps: int
     learn_iterations: int
+    target: SizeTarget | None
     force: bool
     shard_bytes: int
     system_prompt: Path | None
@@ -79,7 +81,7 @@ class Request:
     @property
     def calibrates(self) -> bool:
         """Whether the run reads calibration windows."""
-        return self.needs_calibration or self.tune_steps > 0
+        return self.needs_calibration or self.tune_steps > 0 or self.target is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +207,8 @@ def _planned(request: Request, checkpoint: Checkpoint, problems: Problems, *, wi
         plans = plan_fates(checkpoint, request.rules)
         _check_runnable(request, plans)
         shards = plan_shards([plan.stored for plan in plans], header_metadata(request.method.name, plans), request.shard_bytes)
+        if request.target is not None:
+            request.target.budget(plans, sum(shard.nbytes for shard in shards))
     with problems.collect():
         check_output(request.output, checkpoint.folder, _needed_bytes(checkpoint, shards), request.force)
     if with_shape:

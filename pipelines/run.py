@@ -15,6 +15,7 @@ from calib.cut import BOS_CHOICES
 from calib.methods import METHODS, get_method
 from eval.capacity.implications import Assumptions
 from formats.fates import Quantise, Rule
+from formats.sizing import SizeTarget
 from pipelines.cli import HELP_OPTIONS, run_app
 from pipelines.prepare import Prepared, Request, prepare
 from pipelines.progress import Progress
@@ -75,6 +76,19 @@ def main(
             rich_help_panel=_QUALITY,
         ),
     ] = 0,
+    target_bpw: Annotated[
+        float | None,
+        typer.Option(
+            help="At most so many bits per quantised weight: widths are allocated by sensitivity, and kept only if they beat the "
+            "best uniform scheme.",
+            rich_help_panel=_QUALITY,
+            show_default=False,
+        ),
+    ] = None,
+    target_bytes: Annotated[
+        int | None,
+        typer.Option(help="The same for the bytes of all weight files.", rich_help_panel=_QUALITY, show_default=False),
+    ] = None,
     learn_iterations: Annotated[
         int, typer.Option(help="Methods with learned rounding: steps per block.", rich_help_panel=_QUALITY)
     ] = 60,
@@ -195,6 +209,7 @@ def main(
         clip=clip,
         tune_steps=tune,
         learn_iterations=learn_iterations,
+        target=_target(context, target_bpw, target_bytes),
         force=force,
         shard_bytes=shard_bytes,
         system_prompt=system_prompt,
@@ -248,6 +263,19 @@ def _rules(
         flags = ", ".join("--" + name.replace("_", "-") for name in given)
         raise UsageError(f"{flags} cannot go with --recipe, which says the same per pattern: put it into {recipe}")
     return load_recipe(find_recipe(recipe), method)
+
+
+def _target(context: typer.Context, bits_per_weight: float | None, file_bytes: int | None) -> SizeTarget | None:
+    """The size to be met, if one was given; the width is then not the user's to choose."""
+    if bits_per_weight is None and file_bytes is None:
+        return None
+    if bits_per_weight is not None and file_bytes is not None:
+        raise UsageError("--target-bpw and --target-bytes say the same in two ways: give one of them")
+    if getattr(context.get_parameter_source("bits"), "name", "DEFAULT") != "DEFAULT":
+        raise UsageError("--bits cannot go with a size target, which chooses the width of every matrix")
+    if not (bits_per_weight or file_bytes or 0) > 0:
+        raise UsageError(f"a size target is above 0, not {bits_per_weight if file_bytes is None else file_bytes}")
+    return SizeTarget(bits_per_weight, file_bytes)
 
 
 def _window_count(text: str) -> int | Literal["all"]:

@@ -54,6 +54,11 @@ class QTensor:
     def shape(self) -> tuple[int, int]:
         return (self.codes.shape[0], self.codes.shape[1])
 
+    def to(self, device: str) -> QTensor:
+        """The same on another device."""
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return QTensor(self.scheme, self.codes.to(device), self.scales.to(device), zeros)
+
     def dequantise(self) -> Tensor:
         """The float32 ``[out, in]`` matrix that the stored codes, scales and zero points mean."""
         codes = to_blocks(self.codes.float(), self.scheme)
