@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from calib.evidence import Evidence
 from formats.skeleton import Skeleton
-from quant.errors import NonFiniteTensor
+from quant.errors import NonFiniteTensor, SourceError
 
 Fetch = Callable[[str], Tensor]
 Progress = Callable[[int, int], None]
@@ -150,6 +150,7 @@ class BlockRunner:
         """Evidence on the inputs of the named modules (names inside the block, each run once in a pass) over all windows.
 
         Raises:
+            SourceError: a module that never ran: nothing is quantised on evidence that was never gathered.
             NonFiniteTensor: an input, or a sum of its products, that is not finite; the block before had finite outputs.
         """
         found: dict[str, Evidence] = {}
@@ -167,6 +168,12 @@ class BlockRunner:
                 waiting.update(modules)
                 with suppress(_Stop):
                     self.forward(index, hidden, inputs)
+        missed = [name for name in modules if name not in found]
+        if missed:
+            raise SourceError(
+                f"{self.skeleton.blocks_name}.{index}.{missed[0]} and {len(missed) - 1} more matrices never ran on the "
+                "calibration windows: keep them in float with a recipe rule, or use rtn"
+            )
         for name, evidence in found.items():
             if not bool(torch.isfinite(evidence.gram).all()):
                 raise NonFiniteTensor(

@@ -22,26 +22,38 @@ LOGIT_COPIES = 2
 LIVE_ACTIVATIONS = 5
 
 
+def held_states_bytes(checkpoint: Checkpoint, calibration: Windows | None, streams: int = 1) -> int:
+    """Bytes of hidden states that a calibrated run holds in memory: those before and after a block, for every stream."""
+    hidden = int(checkpoint.config.get("hidden_size") or 0)
+    return 0 if calibration is None else 2 * streams * len(calibration.ids) * calibration.length * hidden * FLOAT
+
+
 def peak_bytes(
-    checkpoint: Checkpoint, plans: Sequence[TensorPlan], calibration: Windows | None, evaluation: Windows, batch: int
+    checkpoint: Checkpoint,
+    plans: Sequence[TensorPlan],
+    calibration: Windows | None,
+    evaluation: Windows,
+    batch: int,
+    streams: int = 1,
 ) -> int:
-    """Expected largest resident size in bytes."""
+    """Expected largest resident size in bytes; ``streams`` is 2 where the float model runs beside the quantised one."""
     elements = {plan.name: plan.info.elements for plan in plans if not isinstance(plan.fate, Alias)}
     matrices = [plan for plan in plans if isinstance(plan.fate, Quantise)]
     inner = [plan for plan in matrices if not is_table(plan.module) and not is_head(plan.module)] or matrices
     widest = max(max(plan.matrix_shape) for plan in inner)
     largest = max(elements[plan.name] for plan in matrices)
+    inner_largest = max(elements[plan.name] for plan in inner)
     tables = max(elements.values())
-    hidden = int(checkpoint.config.get("hidden_size") or 0)
     vocabulary = int(checkpoint.config.get("vocab_size") or 0)
     quantise = max(SEARCH_COPIES * largest, 2 * tables) * FLOAT
     if calibration is not None:
         count, length = len(calibration.ids), calibration.length
-        states = 2 * count * length * hidden * FLOAT
+        states = held_states_bytes(checkpoint, calibration, streams)
         live = LIVE_ACTIVATIONS * min(batch, count) * length * widest * FLOAT
-        grams = sum(plan.matrix_shape[1] ** 2 for plan in _one_block(inner)) * FLOAT
-        block = 3 * sum(elements[plan.name] for plan in _one_block(inner)) * FLOAT
-        quantise = max(quantise, states + live + grams + block + SEARCH_COPIES * largest * FLOAT, tables * FLOAT + states)
+        grams = streams * sum(plan.matrix_shape[1] ** 2 for plan in _one_block(inner)) * FLOAT
+        block = (2 + streams) * sum(elements[plan.name] for plan in _one_block(inner)) * FLOAT
+        inside = live + grams + block + SEARCH_COPIES * inner_largest * FLOAT
+        quantise = states + max(quantise, inside, tables * FLOAT)
     count, length = len(evaluation.ids), evaluation.length
     logits = LOGIT_COPIES * min(batch, max(count, 1)) * length * vocabulary * FLOAT
     evaluate = sum(elements.values()) * FLOAT + logits

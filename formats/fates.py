@@ -153,3 +153,14 @@ def role_of(info: TensorInfo, config: dict[str, Any], names: frozenset[str]) -> 
     if experts and info.shape[0] in (1, experts) and any(name.startswith(f"{parent}.experts.") for name in names):
         return "router of a mixture of experts"
     return None
+
+
+def stored_specs(info: TensorInfo, fate: Fate) -> tuple[TensorSpec, ...]:
+    """The tensors that a source tensor with this fate is stored as, in their order."""
+    if isinstance(fate, Alias):
+        return ()
+    if isinstance(fate, Keep):
+        return (TensorSpec(info.name, fate.dtype or info.dtype, info.shape, "kept"),)
+    module = info.name.removesuffix("weight")
+    layout = get_codec(fate.codec).layout(fate.scheme, (info.shape[0], info.shape[1]))
+    return tuple(TensorSpec(module + part.suffix, part.dtype, part.shape, part.role) for part in layout)

@@ -24,8 +24,8 @@ from formats.fates import (
     TensorPlan,
     natural_key,
     role_of,
+    stored_specs,
 )
-from formats.shards import TensorSpec
 from formats.tables import TiedPair, tied_pair
 from quant.errors import RecipeError, SchemeError, SourceError
 
@@ -168,17 +168,6 @@ def _plan(info: TensorInfo, fate: Fate, notes: tuple[PlanNote, ...] = ()) -> Ten
         if isinstance(fate, Keep) and fate.dtype is not None:
             notes = (*notes, ("stored-type", f"{info.dtype} in the source, stored as {fate.dtype}"))
     return TensorPlan(info, fate, stored_specs(info, fate), notes=notes)
-
-
-def stored_specs(info: TensorInfo, fate: Fate) -> tuple[TensorSpec, ...]:
-    """The tensors that a source tensor with this fate is stored as, in their order."""
-    if isinstance(fate, Alias):
-        return ()
-    if isinstance(fate, Keep):
-        return (TensorSpec(info.name, fate.dtype or info.dtype, info.shape, "kept"),)
-    module = info.name.removesuffix("weight")
-    layout = get_codec(fate.codec).layout(fate.scheme, (info.shape[0], info.shape[1]))
-    return tuple(TensorSpec(module + part.suffix, part.dtype, part.shape, part.role) for part in layout)
 
 
 def _raise_scheme_problems(plans: Iterable[TensorPlan]) -> None:

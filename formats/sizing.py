@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from formats.codec import get_codec
 from formats.engine_config import family_of
-from formats.fates import Quantise, TensorPlan
-from formats.planning import stored_specs
+from formats.fates import Quantise, TensorPlan, stored_specs
+from formats.tables import is_head, is_table
 from quant.errors import UsageError
 from quant.scheme import Blocks, Scheme
 
@@ -33,7 +33,7 @@ class SizeTarget:
         return f"{self.bits_per_weight:g} bits per weight" if self.file_bytes is None else f"{self.file_bytes:,} bytes of weights"
 
     def budget(self, plans: Sequence[TensorPlan], planned_file_bytes: int) -> int:
-        """Bytes for codes, scales and zero points of all quantised matrices.
+        """Bytes for codes, scales and zero points of all matrices whose width is up for choice.
 
         Args:
             planned_file_bytes: bytes of all weight files of ``plans``; what they hold besides is not up for choice.
@@ -41,7 +41,7 @@ class SizeTarget:
         Raises:
             UsageError: a target that even the smallest width does not meet, with what it would take.
         """
-        matrices = [plan for plan in plans if isinstance(plan.fate, Quantise)]
+        matrices = up_for_choice(plans)
         if self.file_bytes is not None:
             fixed = planned_file_bytes - sum(matrix_bytes(plan) for plan in matrices)
             found = self.file_bytes - fixed
@@ -57,6 +57,12 @@ class SizeTarget:
         return found
 
 
+def up_for_choice(plans: Iterable[TensorPlan]) -> list[TensorPlan]:
+    """The quantised matrices of decoder blocks; embeddings and output heads keep the scheme that a recipe gives them by name."""
+    inner = [plan for plan in plans if not is_table(plan.module) and not is_head(plan.module)]
+    return [plan for plan in inner if isinstance(plan.fate, Quantise)]
+
+
 def matrix_bytes(plan: TensorPlan, scheme: Scheme | None = None) -> int:
     """Bytes of codes, scales and zero points of a planned matrix, in its own or in another scheme."""
     assert isinstance(plan.fate, Quantise)
@@ -67,10 +73,9 @@ def matrix_bytes(plan: TensorPlan, scheme: Scheme | None = None) -> int:
 def units_of(plans: Iterable[TensorPlan]) -> list[tuple[TensorPlan, ...]]:
     """Planned matrices, those together that engines fuse."""
     found: dict[tuple[str, str], list[TensorPlan]] = defaultdict(list)
-    for plan in plans:
-        if isinstance(plan.fate, Quantise):
-            parent, _, leaf = plan.module.rpartition(".")
-            found[(parent, family_of(leaf))].append(plan)
+    for plan in up_for_choice(plans):
+        parent, _, leaf = plan.module.rpartition(".")
+        found[(parent, family_of(leaf))].append(plan)
     return [tuple(members) for members in found.values()]
 
 
@@ -87,7 +92,7 @@ def with_schemes(plans: Sequence[TensorPlan], schemes: Mapping[str, Scheme]) -> 
 
 def best_uniform(plans: Sequence[TensorPlan], budget: int) -> tuple[TensorPlan, ...]:
     """All matrices in the one width and group size that use the budget best; None of the choices is refused by a codec."""
-    matrices = [plan for plan in plans if isinstance(plan.fate, Quantise)]
+    matrices = up_for_choice(plans)
     best: tuple[int, int, dict[str, Scheme]] | None = None
     for blocks in {*GROUPS, *(_scheme(plan).blocks for plan in matrices)}:
         for bits in WIDTHS:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from calib.conventions import Convention
 from calib.corpora import Corpus, load_corpus
+from calib.distinct import calibration_notes
 from calib.methods import Method
 from calib.tokenizer import TextTokenizer
 from calib.windows import Windows, calibration_windows, check_disjoint, evaluation_windows, tokenise
@@ -73,6 +74,12 @@ class Request:
         return self.method.needs_calibration or not quantizers <= {DATA_FREE}
 
     @property
+    def streams(self) -> int:
+        """Streams of hidden states that quantising holds: 2 where the float model runs beside the quantised one."""
+        options = {option for rule in self.rules if isinstance(rule.fate, Quantise) for option in rule.fate.options}
+        return 2 if self.method.learned or ("asymmetric", True) in options else 1
+
+    @property
     def calibrates(self) -> bool:
         """Whether the run reads calibration windows."""
         return self.needs_calibration or self.tune_steps > 0 or self.target is not None
@@ -101,7 +108,8 @@ class Prepared:
         """(kind, sentence) of what is odd before anything is done."""
         found = [("source", text) for text in self.checkpoint.notes]
         found += [("fused-siblings", text) for text in fused_differences(self.plans)]
-        return (*found, *plan_notes(self.plans))
+        found += plan_notes(self.plans)
+        return tuple(found) if self.calibration is None else (*found, *calibration_notes(self.calibration.ids, self.plans))
 
 
 class Problems:

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from calib.footprint import peak_bytes
+from calib.footprint import held_states_bytes, peak_bytes
 from formats.codec import get_codec
 from formats.fates import Alias, Keep, Quantise, TensorPlan
 from formats.folder import REPORT_NAME, WINDOWS_NAME
@@ -61,8 +61,14 @@ def _plan_record(prepared: Prepared) -> dict[str, Any]:
         "tensors": tensors,
         "files": [{"name": shard.name, "nbytes": shard.nbytes, "header_bytes": shard.header_bytes} for shard in prepared.shards],
         "peak_memory_bytes": peak_bytes(
-            prepared.checkpoint, prepared.plans, prepared.calibration, prepared.evaluation, prepared.request.batch
+            prepared.checkpoint,
+            prepared.plans,
+            prepared.calibration,
+            prepared.evaluation,
+            prepared.request.batch,
+            prepared.request.streams,
         ),
+        "held_states_bytes": held_states_bytes(prepared.checkpoint, prepared.calibration, prepared.request.streams),
         "convention": prepared.request.convention.name,
         "evaluation": prepared.evaluation.describe(),
         "calibration": None if prepared.calibration is None else prepared.calibration.describe(),
@@ -88,7 +94,11 @@ def show_plan(prepared: Prepared, as_json: bool) -> None:
         console.print(f"{file['name']}: {file['nbytes']:,} bytes, of which {file['header_bytes']:,} header", highlight=False)
     counts = Counter(tensor["fate"] for tensor in record["tensors"])
     console.print(f"{', '.join(f'{count} {fate}' for fate, count in counts.items())}; output {record['output']}", highlight=False)
-    console.print(f"expected peak memory {size_text(record['peak_memory_bytes'])}", highlight=False)
+    states = record["held_states_bytes"]
+    held = (
+        f", of which hidden states of the calibration {size_text(states)}: held in memory, nothing is spilled" if states else ""
+    )
+    console.print(f"expected peak memory {size_text(record['peak_memory_bytes'])}{held}", highlight=False)
     console.print(f"convention: {record['convention']}", markup=False, highlight=False)
     console.print(f"evaluation: {record['evaluation']}", markup=False, highlight=False)
     console.print(f"calibration: {record['calibration'] or 'none: this method needs no data'}", markup=False, highlight=False)
