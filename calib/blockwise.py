@@ -24,7 +24,8 @@ from formats.fates import Keep, Quantise, TensorPlan
 from formats.skeleton import Skeleton
 from formats.tables import is_head, is_table
 from quant.errors import SourceError
-from quant.quantizer import Note, Outcome, get_quantizer
+from quant.quantizer import Need, Note, Outcome, get_quantizer
+from quant.shrink import search_shrink
 
 
 def check_linears(skeleton: Skeleton, plans: Sequence[TensorPlan]) -> None:
@@ -84,7 +85,8 @@ class BlockwiseDriver:
         """Calibrate on the windows ``ids``, int64 ``[n, length]``, ``batch`` at a time, and put every planned tensor."""
         count = len(self.runner.skeleton.blocks)
         inputs = self.runner.start(ids, batch)
-        self.float_inputs = self._float_start(ids, batch, inputs) if self.learned else None
+        if self.learned or self._asymmetric(self.plans):
+            self.float_inputs = self._float_start(ids, batch, inputs)
         pending = list(self.plans)
         for index in range(count):
             prefix = f"{self.runner.skeleton.blocks_name}.{index}."
@@ -125,8 +127,9 @@ class BlockwiseDriver:
         groups = self._graph(index, inputs)
         scaled = self.awq.scale(index, inputs, groups, {name: fate.scheme for name, fate in fates.items()}, dtypes)
         self.result.notes += scaled.notes
-        target = self._target(index)
-        outcomes = self._codes(index, prefix, inputs, groups, scaled, fates)
+        floats = self.float_inputs
+        target = self._advance_floats(index, last=last)
+        outcomes = self._codes(index, prefix, (inputs, floats), groups, scaled, fates)
         if self.learned is not None and target is not None and outcomes:
             outcomes, note = self.learned.refine(index, inputs, target, outcomes, scaled.weights)
             self.result.notes.append(note)
@@ -142,31 +145,45 @@ class BlockwiseDriver:
         runner.skeleton.clear(names)
         return after
 
-    def _target(self, index: int) -> Target | None:
-        """Where rounding is learned: the float outputs of block ``index``, loaded in float; the float stream goes on."""
-        if self.float_inputs is None:
+    def _asymmetric(self, plans: Sequence[TensorPlan]) -> bool:
+        fates = {plan.fate for plan in plans if isinstance(plan.fate, Quantise)}
+        return any(Need.CROSS in get_quantizer(fate.quantizer, fate.options).needs for fate in fates)
+
+    def _advance_floats(self, index: int, *, last: bool) -> Target | None:
+        """Let the float stream go on through block ``index``, loaded in float; returns the target of learned rounding."""
+        if self.float_inputs is None or (last and self.learned is None):
             return None
         self.float_inputs = self.runner.advance(index, self.float_inputs)
-        return Target.of(self.float_inputs.hidden)
+        return Target.of(self.float_inputs.hidden) if self.learned is not None else None
 
     def _codes(
         self,
         index: int,
         prefix: str,
-        inputs: BlockInputs,
+        streams: tuple[BlockInputs, BlockInputs | None],
         groups: Sequence[FeedGroup],
         scaled: ScaledBlock,
         fates: Mapping[str, Quantise],
     ) -> dict[str, Outcome]:
-        """Codes of every quantised matrix of the block; on return the runner holds what the codes mean."""
+        """Codes of every quantised matrix of the block; on return the runner holds what the codes mean.
+
+        ``streams`` are the hidden states before the block in the quantised model and, where it is needed, in the float model.
+        """
         outcomes: dict[str, Outcome] = {}
+        now = dict(scaled.weights)
         for group in groups:
             names = [name for name in (f"{consumer}.weight" for consumer in group.consumers) if name in fates]
-            needed = any(get_quantizer(fates[name].quantizer, fates[name].options).needs for name in names)
-            evidence = self.runner.gather(index, group.consumers[:1], inputs).get(group.consumers[0]) if needed else None
+            needs = {need for name in names for need in get_quantizer(fates[name].quantizer, fates[name].options).needs}
+            evidence: Evidence | None = None
+            if Need.CROSS in needs and streams[1] is not None:
+                pair = (streams[0], streams[1])
+                evidence = self.runner.gather_pair(index, group.consumers[0], pair, (now, scaled.weights))
+            elif needs:
+                evidence = self.runner.gather(index, group.consumers[:1], streams[0])[group.consumers[0]]
             for name in names:
                 outcomes[name] = self._code(prefix + name, scaled.weights[name], fates[name], evidence, scaled.shrink.get(name))
-                self.runner.skeleton.set(prefix + name, outcomes[name].qtensor.dequantise())
+                now[name] = outcomes[name].qtensor.dequantise()
+                self.runner.skeleton.set(prefix + name, now[name])
         missed = sorted(set(fates) - set(outcomes))
         if missed:
             raise SourceError(
@@ -177,6 +194,8 @@ class BlockwiseDriver:
 
     def _code(self, name: str, matrix: Tensor, fate: Quantise, evidence: Evidence | None, shrink: Tensor | None) -> Outcome:
         with naming(name):
+            if fate.mse:
+                shrink = search_shrink(matrix, fate.scheme)
             outcome = get_quantizer(fate.quantizer, fate.options)(matrix, fate.scheme, evidence, shrink)
         self.result.notes += [Note(note.kind, f"{name}: {note.text}") for note in outcome.notes]
         return outcome

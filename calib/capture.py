@@ -182,6 +182,51 @@ class BlockRunner:
                 )
         return found
 
+    def gather_pair(
+        self,
+        index: int,
+        module: str,
+        streams: tuple[BlockInputs, BlockInputs],
+        weights: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
+    ) -> Evidence:
+        """Evidence on one module's inputs in the quantised stream and in the float stream beside it, batch by batch.
+
+        Args:
+            streams: hidden states before the block: quantised, float.
+            weights: the block's parameters, by name inside it, that go with each; the quantised ones are loaded on return.
+
+        Raises:
+            SourceError, NonFiniteTensor: as ``gather``.
+        """
+        prefix = f"{self.skeleton.blocks_name}.{index}."
+        found: Evidence | None = None
+        for batch in range(len(streams[0].hidden)):
+            seen: list[Tensor] = []
+            for side in (1, 0):
+                for name, value in weights[side].items():
+                    self.skeleton.set(prefix + name, value)
+                seen.append(self._input_of(index, module, streams[side], batch))
+            pair = Evidence.of_pair(seen[1], seen[0])
+            found = pair if found is None else found + pair
+        assert found is not None  # there is no calibration without a batch
+        assert found.cross is not None
+        if not bool(torch.isfinite(found.gram).all() and torch.isfinite(found.cross).all()):
+            raise NonFiniteTensor(f"inputs of {prefix}{module} are not finite: check the source weights of this block")
+        return found
+
+    def _input_of(self, index: int, module: str, inputs: BlockInputs, batch: int) -> Tensor:
+        seen: list[Tensor] = []
+
+        def watch(name: str, value: Tensor) -> None:
+            seen.append(value)
+            raise _Stop
+
+        with watching_inputs(self.block(index), [module], watch), suppress(_Stop):
+            self.forward(index, inputs.hidden[batch], inputs)
+        if not seen:
+            raise SourceError(f"{self.skeleton.blocks_name}.{index}.{module} never ran on the calibration windows")
+        return seen[0]
+
 
 @contextmanager
 def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:

@@ -23,6 +23,7 @@ from formats.writer import ShardedWriter
 from quant.errors import SchemeError
 from quant.qtensor import QTensor
 from quant.quantizer import Note, Outcome, get_quantizer
+from quant.shrink import search_shrink
 
 Report = Callable[[int, int], None]
 FateName = Literal["quantised", "kept", "folded", "alias"]
@@ -173,4 +174,5 @@ def round_alone(checkpoint: Checkpoint, plan: TensorPlan) -> tuple[Tensor, Outco
     assert isinstance(plan.fate, Quantise)
     matrix = checkpoint.tensor(plan.source_name).float()
     with naming(plan.name):
-        return matrix, get_quantizer(plan.fate.quantizer, plan.fate.options)(matrix, plan.fate.scheme, None)
+        shrink = search_shrink(matrix, plan.fate.scheme) if plan.fate.mse else None
+        return matrix, get_quantizer(plan.fate.quantizer, plan.fate.options)(matrix, plan.fate.scheme, None, shrink)

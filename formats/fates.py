@@ -25,12 +25,16 @@ DATA_FREE = "rtn"
 
 @dataclass(frozen=True, slots=True)
 class Quantise:
-    """Store as ``scheme`` in ``codec``; ``quantizer`` makes the codes, with ``options`` that differ from its defaults."""
+    """Store as ``scheme`` in ``codec``; ``quantizer`` makes the codes, with ``options`` that differ from its defaults.
+
+    ``mse``: each block's range is shrunk to the least squared error of the weights first.
+    """
 
     scheme: Scheme
     quantizer: str = DATA_FREE
     codec: str = "pack-quantized"
     options: tuple[Option, ...] = ()
+    mse: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from eval.plots import run_plot
 from eval.rows import rows_bytes, window_rows
 from eval.stats import mean_loss, paired_difference
 from formats.engine_config import output_config, quantization_config
+from formats.fates import Quantise
 from formats.folder import REPORT_NAME, WINDOWS_NAME
 from formats.manifest import FileRecord, HashedFile, Manifest, MeasurementRecord, RunRecord
 from formats.output import OutputFolder
@@ -34,7 +35,7 @@ from pipelines.ledger import build_manifest
 from pipelines.prepare import Prepared, header_metadata
 from pipelines.progress import Progress
 from pipelines.target import TargetSearch
-from quant.quantizer import Note
+from quant.quantizer import Note, get_quantizer
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -157,6 +158,8 @@ class Job:
     def _codes(self, skeleton: Skeleton, sink: Sink, result: Quantised) -> None:
         """Put what the method makes of every tensor into ``sink``."""
         prepared, request = self.prepared, self.prepared.request
+        for fate in {plan.fate for plan in prepared.plans if isinstance(plan.fate, Quantise)}:
+            get_quantizer(fate.quantizer, fate.options)  # refuses options that it does not have, before any work
         if not request.needs_calibration:
             with self.progress.stage("quantise", unit="tensor") as report:
                 quantise_without_data(prepared.checkpoint, prepared.plans, sink, report)

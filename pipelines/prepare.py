@@ -5,8 +5,7 @@ Problems of separate things are collected and told at once. No torch or transfor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -32,8 +31,9 @@ from formats.planning import plan_fates, plan_notes
 from formats.shards import ShardPlan, plan_shards
 from formats.sizing import SizeTarget
 from formats.sources import Source, resolve
+from pipelines.problems import Problems
 from pipelines.progress import announce
-from quant.errors import BitledgerError, SourceError, UsageError
+from quant.errors import SourceError, UsageError
 
 MANIFEST_ROOM_BYTES = 2_000_000
 
@@ -76,8 +76,13 @@ class Request:
     @property
     def streams(self) -> int:
         """Streams of hidden states that quantising holds: 2 where the float model runs beside the quantised one."""
-        options = {option for rule in self.rules if isinstance(rule.fate, Quantise) for option in rule.fate.options}
-        return 2 if self.method.learned or ("asymmetric", True) in options else 1
+        asymmetric = any(
+            name == "asymmetric" and value
+            for rule in self.rules
+            if isinstance(rule.fate, Quantise)
+            for name, value in rule.fate.options
+        )
+        return 2 if self.method.learned or asymmetric else 1
 
     @property
     def calibrates(self) -> bool:
@@ -112,28 +117,6 @@ class Prepared:
         return tuple(found) if self.calibration is None else (*found, *calibration_notes(self.calibration.ids, self.plans))
 
 
-class Problems:
-    """Collects errors of separate checks; ``settle`` raises them as one."""
-
-    def __init__(self) -> None:
-        self.found: list[BitledgerError] = []
-
-    @contextmanager
-    def collect(self) -> Iterator[None]:
-        try:
-            yield
-        except BitledgerError as error:
-            self.found.append(error)
-
-    def settle(self) -> None:
-        """Raise what was found: a single error as it is, several as one UsageError with a line each."""
-        if len(self.found) == 1:
-            raise self.found[0]
-        if self.found:
-            lines = "\n".join(f"  - {error}" for error in self.found)
-            raise UsageError(f"{len(self.found)} problems, nothing was done:\n{lines}")
-
-
 def prepare(request: Request) -> Prepared:
     """Find and check everything. Raises a BitledgerError with all problems that could be found."""
     problems = Problems()
@@ -149,7 +132,6 @@ def prepare(request: Request) -> Prepared:
     if checkpoint is not None and corpus is not None:
         with problems.collect():
             windows = _windows(request, checkpoint, corpus)
-    problems.found = _without_repeats(problems.found)
     problems.settle()
     assert source is not None
     assert checkpoint is not None
@@ -226,13 +208,6 @@ def _check_runnable(request: Request, plans: Sequence[TensorPlan]) -> None:
             f"{request.method.name} runs the blocks matrix by matrix, which the {len(experts)} matrices of experts do not allow "
             f"yet (the first is {experts[0]}): use rtn, or keep them in float with a recipe rule"
         )
-
-
-def _without_repeats(found: Sequence[BitledgerError]) -> list[BitledgerError]:
-    seen: dict[str, BitledgerError] = {}
-    for error in found:
-        seen.setdefault(str(error), error)
-    return list(seen.values())
 
 
 def _system_prompt(path: Path | None) -> str | None:

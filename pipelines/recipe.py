@@ -9,7 +9,7 @@ group_size = [128, 64, 32]          # a number, "channel" or "tensor", or a list
 symmetric = true
 scale_dtype = "f16"
 quantizer = "rtn"                   # another way to the codes than the method's
-order = "none"                      # the quantiser's own options, as on the command line
+order = "none"                      # the quantiser's own options, as on the command line; mse = true for the range search
 
 [[rule]]
 match = "lm_head"                   # embeddings and output heads are quantised only by a rule that names them
@@ -33,6 +33,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, cast
 
@@ -46,8 +47,8 @@ from quant.scheme import Blocks, Scheme
 
 DEFAULT_BITS, DEFAULT_GROUP = 4, 64
 PRESETS = Path(__file__).parent / "presets"
-_OPTIONS = ("order", "grid", "damping", "asymmetric")
-_OF_A_SCHEME = ("bits", "group_size", "symmetric", "scale_dtype", "quantizer", *_OPTIONS)
+_OPTIONS = ("order", "scale_policy", "damping", "asymmetric")
+_OF_A_SCHEME = ("bits", "group_size", "symmetric", "scale_dtype", "quantizer", "mse", *_OPTIONS)
 
 
 class RuleModel(BaseModel):
@@ -64,12 +65,13 @@ class RuleModel(BaseModel):
     scale_dtype: Literal["f16", "bf16", "f32"] | None = None
     quantizer: str | None = None
     order: Literal["energy", "none"] | None = None
-    grid: Literal["static", "updated"] | None = None
+    scale_policy: Literal["static", "updated"] | None = None
     damping: float | None = Field(default=None, gt=0, lt=1)
-    asymmetric: bool | None = None
+    asymmetric: float | None = Field(default=None, ge=0, le=1)
+    mse: bool | None = None
 
-    def rule(self, method_quantizer: str, options: tuple[Option, ...]) -> Rule:
-        """The rule; ``options`` are those of the command line for the method's quantiser."""
+    def rule(self, method_quantizer: str, options: tuple[Option, ...], mse: bool) -> Rule:
+        """The rule; ``options`` are those of the command line for the method's quantiser, ``mse`` its range search."""
         if self.match.startswith("re:"):
             try:
                 re.compile(self.match[3:])
@@ -88,15 +90,18 @@ class RuleModel(BaseModel):
             raise RecipeError(
                 f"rule {self.match!r}: no such quantizer: {self.quantizer!r} (there are: {', '.join(quantizer_names())})"
             )
-        return Rule(self.match, *self._fates(method_quantizer, options))
+        return Rule(self.match, *self._fates(method_quantizer, dict(options), mse))
 
-    def _fates(self, method_quantizer: str, options: tuple[Option, ...]) -> tuple[Quantise, tuple[Quantise, ...]]:
+    def _fates(
+        self, method_quantizer: str, given: dict[str, str | float | bool], default_mse: bool
+    ) -> tuple[Quantise, tuple[Quantise, ...]]:
         """The fate, and those for shapes that it does not fit."""
         quantizer = self.quantizer or method_quantizer
-        inherited = dict(options) if quantizer == method_quantizer else {}
+        inherited = given if quantizer == method_quantizer else {}
         own = {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
         if own and quantizer == DATA_FREE:
             raise RecipeError(f"rule {self.match!r}: {quantizer} has no option {', '.join(own)}")
+        check_options(inherited | own, f"rule {self.match!r}: ")
         sizes = self.group_size if isinstance(self.group_size, list) else [self.group_size]
         if not sizes:
             raise RecipeError(f"rule {self.match!r}: group_size is an empty list")
@@ -108,7 +113,8 @@ class RuleModel(BaseModel):
                 DEFAULT_GROUP if size is None else size,
                 self.scale_dtype or "f16",
             )
-            fates.append(Quantise(scheme, quantizer, options=tuple(sorted((inherited | own).items()))))
+            options = tuple(sorted((inherited | own).items()))
+            fates.append(Quantise(scheme, quantizer, options=options, mse=default_mse if self.mse is None else self.mse))
         return fates[0], tuple(fates[1:])
 
 
@@ -131,6 +137,12 @@ def parse_group_size(text: str) -> Blocks:
         raise SchemeError(f"group size must be a number, 'channel' or 'tensor'; got {text!r}") from None
 
 
+def check_options(options: Mapping[str, str | float | bool], where: str = "") -> None:
+    """Raise RecipeError for options that contradict each other; what only the quantiser knows is checked when it is made."""
+    if options.get("scale_policy") == "updated" and options.get("order") != "none":
+        raise RecipeError(f"{where}scale policy updated takes groups as they stand in the matrix: it needs order none")
+
+
 def preset_names() -> tuple[str, ...]:
     """Names of the shipped recipes."""
     return tuple(sorted(path.stem for path in PRESETS.glob("*.toml")))
@@ -147,8 +159,8 @@ def find_recipe(name: str) -> Path:
     raise RecipeError(f"no such recipe: {name!r} ({hint}presets: {', '.join(preset_names())}; or the path of a .toml file)")
 
 
-def load_recipe(path: Path, method: str, options: tuple[Option, ...] = ()) -> tuple[Rule, ...]:
-    """Rules of a recipe file; ``options`` of the command line hold where a rule does not say otherwise.
+def load_recipe(path: Path, method: str, options: tuple[Option, ...] = (), mse: bool = False) -> tuple[Rule, ...]:
+    """Rules of a recipe file; ``options`` and ``mse`` of the command line hold where a rule does not say otherwise.
 
     Raises:
         RecipeError: no such file, not TOML, an unknown key or a value of the wrong kind, or another method than asked for.
@@ -167,4 +179,4 @@ def load_recipe(path: Path, method: str, options: tuple[Option, ...] = ()) -> tu
         raise RecipeError(f"{path}: {place}: {first['msg'].lower()} (known: {known})") from None
     if found.method is not None and found.method != method:
         raise RecipeError(f"{path} is a recipe for {found.method!r}, but the command line asks for {method!r}")
-    return tuple(rule.rule(get_method(method).quantizer, options) for rule in found.rule)
+    return tuple(rule.rule(get_method(method).quantizer, options, mse) for rule in found.rule)

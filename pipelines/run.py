@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
-import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any
 
 import typer
 
@@ -14,15 +13,14 @@ from calib.conventions import CONVENTIONS, get_convention
 from calib.cut import BOS_CHOICES
 from calib.methods import METHODS, get_method
 from eval.capacity.implications import Assumptions
-from formats.fates import Quantise, Rule
-from formats.sizing import SizeTarget
 from pipelines.cli import HELP_OPTIONS, run_app
+from pipelines.options import Own, default_output, device_name, quantizer_options, rules_of, size_target, was_given, window_count
 from pipelines.prepare import Prepared, Request, prepare
 from pipelines.progress import Progress
-from pipelines.recipe import DEFAULT_BITS, DEFAULT_GROUP, find_recipe, load_recipe, parse_group_size, preset_names
+from pipelines.recipe import DEFAULT_BITS, DEFAULT_GROUP, preset_names
 from pipelines.summary import show_finished, show_plan
 from quant.errors import UsageError
-from quant.scheme import SCALE_BYTES, ScaleType, Scheme
+from quant.scheme import SCALE_BYTES
 
 EMBEDDED = "smollm2-135m-instruct-q4_1"
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -68,6 +66,42 @@ def main(
             "--clip/--no-clip", help="Calibrated methods: also search how far to clip every block.", rich_help_panel=_QUALITY
         ),
     ] = True,
+    mse: Annotated[
+        bool,
+        typer.Option(
+            "--mse",
+            help="Shrink every block's range to the least squared error of its weights: needs no data, replaces --clip.",
+            rich_help_panel=_QUALITY,
+        ),
+    ] = False,
+    order: Annotated[
+        str | None,
+        typer.Option(metavar="energy|none", help="gptq: order of the columns; energy by default.", rich_help_panel=_QUALITY),
+    ] = None,
+    scale_policy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="static|updated",
+            help="gptq: grids of the original weights (static, by default), or of each group's weights when it is due.",
+            rich_help_panel=_QUALITY,
+        ),
+    ] = None,
+    damping: Annotated[
+        float | None,
+        typer.Option(
+            help="gptq: share of the mean diagonal that is added to it; 0.01 by default.",
+            rich_help_panel=_QUALITY,
+            show_default=False,
+        ),
+    ] = None,
+    asymmetric: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            help="gptq: also make up for what earlier layers did to the inputs (GPTAQ), 0 to 1; off by default.",
+            rich_help_panel=_QUALITY,
+        ),
+    ] = None,
     tune: Annotated[
         int,
         typer.Option(
@@ -179,7 +213,11 @@ def main(
     """Quantise MODEL with METHOD into a packed, hashed and measured artefact."""
     chosen = get_method(method)
     scoring = get_convention(convention, window=window, bos=bos)
-    rules = _rules(context, method, bits, group_size, symmetric, scale_dtype, recipe)
+    given_options = {"order": order, "scale_policy": scale_policy, "damping": damping, "asymmetric": asymmetric}
+    own = Own(quantizer_options(method, given_options), mse)
+    if mse and clip and was_given(context, "clip"):
+        raise UsageError("--mse and --clip choose the same ranges in two ways: give one of them")
+    rules = rules_of(context, method, bits, group_size, symmetric, scale_dtype, recipe, own)
     checked = {
         "--calibration-windows": calibration_windows,
         "--window": scoring.window - 1,
@@ -207,20 +245,20 @@ def main(
         rules=rules,
         corpus=corpus,
         calibration_windows=calibration_windows,
-        evaluation_windows=_window_count(evaluation_windows),
+        evaluation_windows=window_count(evaluation_windows),
         convention=scoring,
         evaluation_start=evaluation_start,
         calibration_start=calibration_start,
         seed=seed,
         cards=cards,
-        output=output or _default_output(model, method, rules, recipe),
-        device=_device(device),
+        output=output or default_output(model, method, rules, recipe),
+        device=device_name(device),
         batch=batch,
-        clip=clip,
+        clip=clip and not mse,
         tune_steps=tune,
         self_written_windows=self_written,
         learn_iterations=learn_iterations,
-        target=_target(context, target_bpw, target_bytes),
+        target=size_target(context, target_bpw, target_bytes),
         force=force,
         shard_bytes=shard_bytes,
         system_prompt=system_prompt,
@@ -258,68 +296,6 @@ def _check_values(prepared: Prepared, progress: Progress) -> None:
 
 _SOON_READ_BYTES = 1_000_000_000
 _NOT_RECORDED = frozenset({"output", "force", "dry_run", "as_json", "method"})
-
-
-def _rules(
-    context: typer.Context, method: str, bits: int, group_size: str, symmetric: bool, scale_dtype: str, recipe: str | None
-) -> tuple[Rule, ...]:
-    """One rule for everything from the options, or those of the recipe; both at once would contradict each other."""
-    if recipe is None:
-        scales = cast(ScaleType, _choice("--scale-dtype", scale_dtype, tuple(SCALE_BYTES)))
-        scheme = Scheme(bits, "sym" if symmetric else "zp", parse_group_size(group_size), scales)
-        return (Rule("*", Quantise(scheme, get_method(method).quantizer)),)
-    names = ("bits", "group_size", "symmetric", "scale_dtype")
-    given = [name for name in names if getattr(context.get_parameter_source(name), "name", "DEFAULT") != "DEFAULT"]
-    if given:
-        flags = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise UsageError(f"{flags} cannot go with --recipe, which says the same per pattern: put it into {recipe}")
-    return load_recipe(find_recipe(recipe), method)
-
-
-def _target(context: typer.Context, bits_per_weight: float | None, file_bytes: int | None) -> SizeTarget | None:
-    """The size to be met, if one was given; the width is then not the user's to choose."""
-    if bits_per_weight is None and file_bytes is None:
-        return None
-    if bits_per_weight is not None and file_bytes is not None:
-        raise UsageError("--target-bpw and --target-bytes say the same in two ways: give one of them")
-    if getattr(context.get_parameter_source("bits"), "name", "DEFAULT") != "DEFAULT":
-        raise UsageError("--bits cannot go with a size target, which chooses the width of every matrix")
-    if not (bits_per_weight or file_bytes or 0) > 0:
-        raise UsageError(f"a size target is above 0, not {bits_per_weight if file_bytes is None else file_bytes}")
-    return SizeTarget(bits_per_weight, file_bytes)
-
-
-def _window_count(text: str) -> int | Literal["all"]:
-    if text == "all":
-        return "all"
-    if not text.isdigit() or int(text) < 1:
-        raise UsageError(f"--evaluation-windows is a number above 0 or 'all', not {text!r}")
-    return int(text)
-
-
-def _choice(option: str, value: str, known: tuple[str, ...]) -> Any:
-    if value not in known:
-        raise UsageError(f"{option} is one of {', '.join(known)}; got {value!r}")
-    return value
-
-
-def _device(text: str) -> str:
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
-        raise UsageError(f"--device is cpu, cuda or cuda:N; got {text!r}")
-    if text != "cpu":
-        import torch
-
-        if not torch.cuda.is_available():
-            raise UsageError(f"--device {text}: torch sees no CUDA device here; use --device cpu")
-    return text
-
-
-def _default_output(model: str, method: str, rules: tuple[Rule, ...], recipe: str | None) -> Path:
-    stem = Path(model.partition("@")[0].rstrip("/")).name or "model"
-    fate = rules[0].fate
-    single = fate.scheme if recipe is None and isinstance(fate, Quantise) else None
-    what = str(single) if single is not None else Path(recipe or "recipe").stem
-    return Path("artifacts") / f"{stem}-{method}-{what}"
 
 
 if __name__ == "__main__":

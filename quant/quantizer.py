@@ -31,6 +31,7 @@ class Need(enum.Enum):
     """A statistic of a matrix's inputs that calibration can gather."""
 
     GRAM = "gram"
+    CROSS = "cross"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +45,16 @@ class Note:
 class InputStatistics(Protocol):
     """What a quantiser may read of calibration; ``calib.evidence.Evidence`` is the real thing.
 
-    ``tokens`` counts the rows seen; ``gram`` is X^T X, float32 ``[in, in]``; ``mean_abs`` is the mean magnitude ``[in]``.
+    ``tokens`` counts the rows x seen; ``gram`` is the sum of x x^T, float32 ``[in, in]``; ``cross`` that of
+    (x_float - x) x^T with the rows of the float model, where these were gathered; ``mean_abs`` is the mean magnitude ``[in]``.
     """
 
     @property
     def tokens(self) -> int: ...
     @property
     def gram(self) -> Tensor: ...
+    @property
+    def cross(self) -> Tensor | None: ...
     @property
     def mean_abs(self) -> Tensor: ...
 

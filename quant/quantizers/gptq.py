@@ -2,17 +2,32 @@
 
 With H = X^T X over the calibration tokens, rounding column q of W costs (w_q - round(w_q))^2 / [H^-1]_qq in output error, and
 the best answer of the remaining columns is a step along row q of H^-1. The upper Cholesky factor U of H^-1 (H^-1 = U^T U)
-holds all these rows for the shrinking inverse at once. Columns are taken in the order of falling diagonal of H; the grid is
-that of the original weights ("static"), so that groups stay contiguous whatever the order. The factor is float64.
+holds all these rows for the shrinking inverse at once. The factor is float64.
 
-Dead channels (no activation) get diagonal 1 and are rounded plainly. Damping starts at 1 % of the mean diagonal, with an
-absolute floor, and grows tenfold a bounded number of times; where even that fails, the matrix is rounded to nearest. Each
-departure is a note.
+=============  ======================================================================================================
+option         values
+=============  ======================================================================================================
+order          ``energy``: columns by falling diagonal of H ("act-order"); ``none``: as they stand
+scale_policy   ``static``: grids of the original weights, so that groups stay contiguous in memory whatever the order;
+               ``updated``: a group's grid comes from its half-updated weights when its first column is due (only with
+               order ``none``)
+damping        share of the mean diagonal that is added to it
+asymmetric     0 to 1: also make up for what earlier layers did to the inputs, see below
+=============  ======================================================================================================
+
+Asymmetric calibration (Li et al. 2025, GPTAQ) aims at W X_float, not at W X, with X the inputs in the quantised model and X_float
+those in the float model. With C = (X_float - X) X^T, column q adds w_q P_q to the columns after it, P_q = C_q,>q H_>q^-1, where
+w_q is its value before rounding; all rows at once are P = triu(C U^T, 1) U. Its share is ``asymmetric``: 1 is the formula as
+derived, the authors' program uses 0.25.
+
+Dead channels (no activation) get diagonal 1 and are rounded plainly. Damping has an absolute floor, and grows tenfold a bounded
+number of times; where even that fails, the matrix is rounded to nearest. Each departure is a note.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,11 +47,20 @@ COLUMNS_AT_ONCE = 128
 
 @dataclass(frozen=True, slots=True)
 class Gptq:
-    """The quantiser. ``order``: take columns by falling activation energy; ``damping`` is a share of the mean diagonal of H."""
+    """The quantiser; for its options see the module. Raises UsageError for options that contradict each other."""
 
-    order: bool = True
+    order: Literal["energy", "none"] = "energy"
+    scale_policy: Literal["static", "updated"] = "static"
     damping: float = DAMPING
-    needs: frozenset[Need] = frozenset({Need.GRAM})
+    asymmetric: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.scale_policy == "updated" and self.order != "none":
+            raise UsageError("gptq: the scale policy updated takes groups as they stand: it needs order none")
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({Need.GRAM, Need.CROSS} if self.asymmetric else {Need.GRAM})
 
     def __call__(self, matrix: Tensor, scheme: Scheme, evidence: InputStatistics | None, shrink: Tensor | None = None) -> Outcome:
         """Quantise ``[out, in]`` against the inputs that ``evidence`` saw.
@@ -45,30 +69,34 @@ class Gptq:
             shrink: optional factors in (0, 1] of shape ``scheme.block_grid`` for the range of each block's grid.
 
         Raises:
-            UsageError: no evidence at all, which is a defect of the caller. Zero tokens are noted and rounded to nearest.
+            UsageError: evidence that it needs and does not get, a defect of the caller. Zero tokens are noted and rounded to
+                nearest.
         """
-        if evidence is None:
+        if evidence is None or (self.asymmetric and evidence.tokens and evidence.cross is None):
             raise UsageError("gptq needs calibration evidence; use rtn where there is none")
         matrix = matrix.float()
         if evidence.tokens == 0:
             return Outcome(
                 round_to_nearest(matrix, scheme, shrink), (Note("no-evidence", "no token reached it: rounded to nearest"),)
             )
-        low, high = block_range(matrix, scheme)
-        if shrink is not None:
-            low, high = low * shrink, high * shrink
-        scales, zeros = scales_from_range(low, high, scheme)
-        factor, notes = inverse_factor(evidence.gram, self.order, self.damping)
+        factor, notes = inverse_factor(evidence.gram, self.order == "energy", self.damping)
+        if evidence.tokens < matrix.shape[1]:
+            text = (
+                f"{evidence.tokens} tokens give evidence of rank {evidence.tokens} at most for {matrix.shape[1]} input channels"
+            )
+            notes = (Note("rank-deficient", text), *notes)
         if factor is None:
             return Outcome(round_to_nearest(matrix, scheme, shrink), notes)
-        codes, values = _compensate(matrix, scheme, scales, zeros, factor)
+        pull = None if evidence.cross is None or not self.asymmetric else _pull(evidence.cross, factor, self.asymmetric)
+        grids = _Grids(matrix, scheme, shrink, self.scale_policy == "updated")
+        codes, values = _compensate(matrix, grids, factor, pull)
         codes = codes.to(torch.int8 if scheme.symmetric else torch.uint8)
-        return Outcome(QTensor(scheme, codes, scales, zeros), notes, values)
+        return Outcome(QTensor(scheme, codes, grids.scales, grids.zeros), notes, values)
 
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """Upper Cholesky factor of the inverse of H, float32 ``[in, in]``, for columns in the order ``order`` (int64 ``[in]``)."""
+    """Upper Cholesky factor of the inverse of H, float64 ``[in, in]``, for columns in the order ``order`` (int64 ``[in]``)."""
 
     upper: Tensor
     order: Tensor
@@ -96,7 +124,7 @@ def inverse_factor(gram: Tensor, by_energy: bool, damping: float) -> tuple[Facto
             if int(failed) == 0 and bool(torch.isfinite(upper).all()):
                 if attempt:
                     notes.append(Note("damping-grown", f"damping {damping * 10**attempt:g} of the mean diagonal was needed"))
-                return Factor(upper.float(), order), tuple(notes)
+                return Factor(upper, order), tuple(notes)
     notes.append(
         Note(
             "not-factored",
@@ -106,25 +134,70 @@ def inverse_factor(gram: Tensor, by_energy: bool, damping: float) -> tuple[Facto
     return None, tuple(notes)
 
 
-def _compensate(matrix: Tensor, scheme: Scheme, scales: Tensor, zeros: Tensor | None, factor: Factor) -> tuple[Tensor, Tensor]:
+def _pull(cross: Tensor, factor: Factor, share: float) -> Tensor:
+    """Rows P_q for columns in working order, strictly upper triangular, float32 ``[in, in]``."""
+    ordered = cross.double()[factor.order][:, factor.order]
+    return (share * torch.triu(ordered @ factor.upper.T, 1) @ factor.upper).float()
+
+
+class _Grids:
+    """Stored scales and zero points of a matrix: all from the original weights, or group by group from the weights of now."""
+
+    def __init__(self, matrix: Tensor, scheme: Scheme, shrink: Tensor | None, updated: bool) -> None:
+        self.scheme, self.shrink, self.updated = scheme, shrink, updated and isinstance(scheme.blocks, int)
+        self.size = scheme.blocks if isinstance(scheme.blocks, int) else matrix.shape[1]
+        self.scales, self.zeros = self._of(matrix, shrink)
+
+    def _of(self, matrix: Tensor, shrink: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        low, high = block_range(matrix, self.scheme)
+        if shrink is not None:
+            low, high = low * shrink, high * shrink
+        return scales_from_range(low, high, self.scheme)
+
+    def starts(self, width: int) -> list[int]:
+        """Where a run of columns begins whose columns are updated one by one: at every group too, if groups are looked at."""
+        edges = set(range(0, width, COLUMNS_AT_ONCE)) | (set(range(0, width, self.size)) if self.updated else set())
+        return sorted(edges)
+
+    def look(self, work: Tensor, start: int) -> None:
+        """Take the grid of the group that begins at column ``start`` from the weights of now."""
+        if not self.updated or start % self.size:
+            return
+        group = start // self.size
+        shrink = None if self.shrink is None else self.shrink[:, group : group + 1]
+        scales, zeros = self._of(work[:, start : start + self.size], shrink)
+        self.scales[:, group : group + 1] = scales
+        if zeros is not None and self.zeros is not None:
+            self.zeros[:, group : group + 1] = zeros
+
+    def columns(self, order: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Scale and zero point ``[out or 1, stop - start]``, float32, of the columns ``order[start:stop]``."""
+        group = order[start:stop] // self.size
+        scale = self.scales.float()[:, group]
+        return scale, torch.zeros_like(scale) if self.zeros is None else self.zeros.float()[:, group]
+
+
+def _compensate(matrix: Tensor, grids: _Grids, factor: Factor, pull: Tensor | None) -> tuple[Tensor, Tensor]:
     """Codes (float32 integers) and the values they were rounded from, both ``[out, in]`` in the original order of columns."""
-    order, upper = factor.order, factor.upper
-    size = scheme.blocks if isinstance(scheme.blocks, int) else matrix.shape[1]
-    column = order // size  # the grid that each column belongs to, in working order
-    scale = scales.float()[:, column].expand(matrix.shape[0], -1)
-    zero = torch.zeros_like(scale) if zeros is None else zeros.float()[:, column].expand(matrix.shape[0], -1)
+    order, upper, scheme = factor.order, factor.upper.float(), grids.scheme
     work = matrix[:, order].clone()
     codes, values = torch.empty_like(work), torch.empty_like(work)
-    for start in range(0, work.shape[1], COLUMNS_AT_ONCE):
-        stop = min(start + COLUMNS_AT_ONCE, work.shape[1])
+    starts = grids.starts(work.shape[1])
+    for start, stop in zip(starts, [*starts[1:], work.shape[1]], strict=True):
+        grids.look(work, start)
+        scale, zero = grids.columns(order, start, stop)
         errors = torch.empty(work.shape[0], stop - start, device=work.device)
         for j in range(start, stop):
-            code = (torch.round(work[:, j] / scale[:, j]) + zero[:, j]).clamp_(scheme.code_min, scheme.code_max)
-            codes[:, j], values[:, j] = code, work[:, j]
-            error = (work[:, j] - (code - zero[:, j]) * scale[:, j]) / upper[j, j]
-            work[:, j + 1 : stop] -= error.unsqueeze(1) * upper[j, j + 1 : stop].unsqueeze(0)
-            errors[:, j - start] = error
+            s, z = scale[:, j - start], zero[:, j - start]
+            codes[:, j] = (torch.round(work[:, j] / s) + z).clamp_(scheme.code_min, scheme.code_max)
+            values[:, j] = work[:, j]
+            errors[:, j - start] = (work[:, j] - (codes[:, j] - z) * s) / upper[j, j]
+            work[:, j + 1 : stop] -= errors[:, j - start].unsqueeze(1) * upper[j, j + 1 : stop]
+            if pull is not None:
+                work[:, j + 1 : stop] += values[:, j].unsqueeze(1) * pull[j, j + 1 : stop]
         work[:, stop:] -= errors @ upper[start:stop, stop:]
+        if pull is not None:
+            work[:, stop:] += values[:, start:stop] @ pull[start:stop, stop:]
     back = torch.argsort(order)
     return codes[:, back], values[:, back]
 

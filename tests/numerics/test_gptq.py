@@ -49,7 +49,7 @@ def test_every_code_equals_the_dense_oracle(scheme: Scheme, order: bool) -> None
         columns = (
             torch.argsort(evidence.gram.diagonal().double(), descending=True, stable=True).tolist() if order else list(range(32))
         )
-        found = Gptq(order=order)(matrix, scheme, evidence).qtensor
+        found = Gptq(order="energy" if order else "none")(matrix, scheme, evidence).qtensor
         assert torch.equal(found.codes.double(), oracle(matrix, scheme, evidence.gram, columns))
 
 

@@ -1,0 +1,117 @@
+"""Options of the run command that need more than a type: checked against each other before anything is read or imported."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import typer
+
+from calib.methods import get_method
+from formats.fates import Quantise, Rule
+from formats.sizing import SizeTarget
+from pipelines.recipe import check_options, find_recipe, load_recipe, parse_group_size
+from quant.errors import UsageError
+from quant.quantizer import Option
+from quant.scheme import SCALE_BYTES, ScaleType, Scheme
+
+
+def was_given(context: typer.Context, name: str) -> bool:
+    """Whether an option was written on the command line."""
+    return getattr(context.get_parameter_source(name), "name", "DEFAULT") != "DEFAULT"
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What the command line says of the quantiser itself: its options, and whether ranges are searched without data."""
+
+    options: tuple[Option, ...]
+    mse: bool
+
+
+def quantizer_options(method: str, given: dict[str, str | float | None]) -> tuple[Option, ...]:
+    """The options of gptq that were given, checked. Raises UsageError where the method has no such quantiser."""
+    found = {name: value for name, value in given.items() if value is not None}
+    flags = ", ".join("--" + name.replace("_", "-") for name in found)
+    if found and get_method(method).quantizer != "gptq":
+        raise UsageError(f"{flags}: {method} does not make its codes with gptq, which this is an option of")
+    for name, known in (("order", ("energy", "none")), ("scale_policy", ("static", "updated"))):
+        if name in found:
+            _choice("--" + name.replace("_", "-"), str(found[name]), known)
+    if not 0 < float(found.get("damping", 0.5)) < 1:
+        raise UsageError(f"--damping is a share above 0 and below 1, not {found['damping']}")
+    if not 0 <= float(found.get("asymmetric", 0)) <= 1:
+        raise UsageError(f"--asymmetric is a share from 0 to 1, not {found['asymmetric']}")
+    check_options(found)
+    return tuple(sorted(found.items()))
+
+
+def rules_of(
+    context: typer.Context,
+    method: str,
+    bits: int,
+    group_size: str,
+    symmetric: bool,
+    scale_dtype: str,
+    recipe: str | None,
+    own: Own,
+) -> tuple[Rule, ...]:
+    """One rule for everything from the options, or those of the recipe; both at once would contradict each other."""
+    if recipe is None:
+        scales = cast(ScaleType, _choice("--scale-dtype", scale_dtype, tuple(SCALE_BYTES)))
+        scheme = Scheme(bits, "sym" if symmetric else "zp", parse_group_size(group_size), scales)
+        return (Rule("*", Quantise(scheme, get_method(method).quantizer, options=own.options, mse=own.mse)),)
+    names = ("bits", "group_size", "symmetric", "scale_dtype")
+    given = [name for name in names if was_given(context, name)]
+    if given:
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise UsageError(f"{flags} cannot go with --recipe, which says the same per pattern: put it into {recipe}")
+    return load_recipe(find_recipe(recipe), method, own.options, own.mse)
+
+
+def size_target(context: typer.Context, bits_per_weight: float | None, file_bytes: int | None) -> SizeTarget | None:
+    """The size to be met, if one was given; the width is then not the user's to choose."""
+    if bits_per_weight is None and file_bytes is None:
+        return None
+    if bits_per_weight is not None and file_bytes is not None:
+        raise UsageError("--target-bpw and --target-bytes say the same in two ways: give one of them")
+    if was_given(context, "bits"):
+        raise UsageError("--bits cannot go with a size target, which chooses the width of every matrix")
+    if not (bits_per_weight or file_bytes or 0) > 0:
+        raise UsageError(f"a size target is above 0, not {bits_per_weight if file_bytes is None else file_bytes}")
+    return SizeTarget(bits_per_weight, file_bytes)
+
+
+def window_count(text: str) -> int | Literal["all"]:
+    if text == "all":
+        return "all"
+    if not text.isdigit() or int(text) < 1:
+        raise UsageError(f"--evaluation-windows is a number above 0 or 'all', not {text!r}")
+    return int(text)
+
+
+def _choice(option: str, value: str, known: tuple[str, ...]) -> Any:
+    if value not in known:
+        raise UsageError(f"{option} is one of {', '.join(known)}; got {value!r}")
+    return value
+
+
+def device_name(text: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+        raise UsageError(f"--device is cpu, cuda or cuda:N; got {text!r}")
+    if text != "cpu":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UsageError(f"--device {text}: torch sees no CUDA device here; use --device cpu")
+    return text
+
+
+def default_output(model: str, method: str, rules: tuple[Rule, ...], recipe: str | None) -> Path:
+    stem = Path(model.partition("@")[0].rstrip("/")).name or "model"
+    fate = rules[0].fate
+    single = fate.scheme if recipe is None and isinstance(fate, Quantise) else None
+    what = str(single) if single is not None else Path(recipe or "recipe").stem
+    return Path("artifacts") / f"{stem}-{method}-{what}"
