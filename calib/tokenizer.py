@@ -44,6 +44,7 @@ class _Backend:
     encode: Callable[[str], list[int]]
     bos_id: int | None
     adds_bos: bool
+    special_ids: tuple[int, ...]
 
 
 class TextTokenizer:
@@ -81,6 +82,11 @@ class TextTokenizer:
     def adds_bos(self) -> bool:
         """Whether the tokenizer by itself puts the start token before a text."""
         return self._backend.adds_bos
+
+    @property
+    def special_ids(self) -> tuple[int, ...]:
+        """Ids of all special tokens: what marks up a text and is no part of it."""
+        return self._backend.special_ids
 
     def encode(self, text: str, *, at_least: int = 0) -> NDArray[np.int64]:
         """Ids ``[tokens]`` of ``text``, without any special token added.
@@ -140,7 +146,8 @@ def _direct(folder: Path, config: Mapping[str, Any]) -> _Backend:
     text = named.get("content") if isinstance(named, dict) else named
     bos_id = tokenizer.token_to_id(text) if isinstance(text, str) else None
     adds = bos_id is not None and tokenizer.encode("a").ids[:1] == [bos_id]  # transformers ignores add_bos_token for this kind
-    return _Backend(lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids), bos_id, adds)
+    special = sorted(index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+    return _Backend(lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids), bos_id, adds, tuple(special))
 
 
 def _through_transformers(folder: Path) -> _Backend:
@@ -154,4 +161,8 @@ def _through_transformers(folder: Path) -> _Backend:
     bos_id = tokenizer.bos_token_id
     adds = bos_id is not None and list(tokenizer("a")["input_ids"])[:1] == [bos_id]
     # verbose=False: the warning about texts longer than the model is for those who feed the text whole.
-    return _Backend(lambda text: list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]), bos_id, adds)
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = sorted({*tokenizer.all_special_ids, *(index for index, token in added.items() if token.special)})
+    return _Backend(
+        lambda text: list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]), bos_id, adds, tuple(special)
+    )

@@ -158,16 +158,18 @@ def divergence(teacher: Tensor, student: Tensor, chunk: int = 256) -> tuple[floa
     return total, gradient
 
 
-def split(count: int) -> tuple[list[int], list[int]]:
-    """(windows to train on, windows held back): every eighth is held back, at least one where there are two or more."""
+def split(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """(windows to train on, windows held back) of ``[n, length]``, n >= 2: every eighth is held back, at least one."""
+    count = len(ids)
     held = [index for index in range(count) if index % HELD_BACK == HELD_BACK - 1] or [count - 1]
-    return [index for index in range(count) if index not in set(held)], held
+    return ids[[index for index in range(count) if index not in set(held)]], ids[held]
 
 
 def tune(
     held: Held,
     source: Checkpoint,
-    ids: Tensor,
+    training: Tensor,
+    held_back: Tensor,
     *,
     steps: int,
     seed: int,
@@ -176,8 +178,13 @@ def tune(
     learning_rate: float = LEARNING_RATE,
     report: Report,
 ) -> Tuned:
-    """Train what ``held`` holds on the windows ``ids`` (int64 ``[n, length]``, n >= 2) and put the best state back into it."""
-    training, back = split(len(ids))
+    """Train what ``held`` holds on ``training`` and put the state that is best on ``held_back`` into it.
+
+    Args:
+        training, held_back: windows, int64 ``[n, length]``. Whoever made the codes should not have seen the second.
+    """
+    ids = torch.cat([training, held_back])
+    back = list(range(len(training), len(ids)))
     teacher = Teacher(Skeleton(source.folder), source.tensor, ids, batch=batch, device=device)
     student = Student(Skeleton(source.folder), held, source, device=device, dtype=compute_type(device))
     looks = sorted({round(steps * (look + 1) / LOOKS) for look in range(LOOKS)} - {0})
@@ -185,7 +192,7 @@ def tune(
     kept_step, kept = 0, [parameter.detach().clone() for parameter in student.parameters()]
     optimiser = torch.optim.Adam(student.groups(learning_rate), betas=BETAS)
     peaks = [group["lr"] for group in optimiser.param_groups]
-    for step, chosen in enumerate(_batches(training, steps, seed)):
+    for step, chosen in enumerate(_batches(list(range(len(training))), steps, seed)):
         share = min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / steps))
         for group, peak in zip(optimiser.param_groups, peaks, strict=True):
             group["lr"] = peak * share
@@ -201,7 +208,7 @@ def tune(
             parameter.copy_(value)
     if kept_step:
         student.hand_back({plan.name: _dtype(plan) for plan in held.order})
-    return Tuned(before, best, kept_step, len(training), len(back))
+    return Tuned(before, best, kept_step, len(training), len(held_back))
 
 
 def _dtype(plan: TensorPlan) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import resource
 import sys
@@ -12,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
+from calib.augment import self_written
 from calib.blockwise import BlockwiseDriver, check_linears
 from calib.held import Held
 from calib.quantise import Quantised, Sink, TensorSink, quantise_without_data
-from calib.tune import tune
+from calib.tune import split, tune
 from eval.measurement import ln_ratio_measurement, perplexity_measurement
 from eval.perplexity import WindowLosses, window_losses
 from eval.plots import run_plot
@@ -33,7 +35,7 @@ from pipelines.ledger import build_manifest
 from pipelines.prepare import Prepared, header_metadata
 from pipelines.progress import Progress
 from pipelines.target import TargetSearch
-from quant.quantizer import get_quantizer
+from quant.quantizer import Note, get_quantizer
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,6 +49,23 @@ class Finished:
     sha256: str
 
 
+@dataclass(frozen=True, slots=True)
+class CalibrationText:
+    """Windows ``[n, length]`` to calibrate on, those held back from it to judge tuning, and what the model wrote itself."""
+
+    training: torch.Tensor
+    held_back: torch.Tensor
+    written: torch.Tensor | None = None
+
+    def note(self) -> Note:
+        assert self.written is not None
+        digest = hashlib.sha256(self.written.numpy().tobytes()).hexdigest()
+        text = (
+            f"{len(self.written)} windows of {self.written.shape[1]} tokens that the float model wrote itself were calibrated on"
+        )
+        return Note("self-written", f"{text}, SHA-256 of their ids {digest}")
+
+
 class Job:
     """One run: ``execute`` does the work and leaves ``output`` complete or untouched."""
 
@@ -55,6 +74,7 @@ class Job:
         self.progress = progress
         self.started = datetime.datetime.now(datetime.UTC)
         self._quantise_peak = 0
+        self._calibration_text: CalibrationText | None = None
 
     def execute(self) -> Finished:
         """Do everything. Raises a BitledgerError and leaves nothing under the output's name when a step fails."""
@@ -122,6 +142,8 @@ class Job:
         skeleton = Skeleton(prepared.checkpoint.folder)
         skeleton.check_stored({name: info.shape for name, info in prepared.checkpoint.tensors.items()})
         result = Quantised()
+        if request.self_written_windows and request.calibrates:
+            result.notes.append(self._text().note())
         with ShardedWriter(folder, groups, metadata, request.shard_bytes) as writer:
             sink = TensorSink(writer, result, prepared.plans)
             if request.tune_steps:
@@ -155,15 +177,16 @@ class Job:
             learn_iterations=request.learn_iterations,
         )
         with self.progress.stage("quantise") as report:
-            driver.run(self._calibration_ids(), request.batch, report)
+            driver.run(self._text().training, request.batch, report)
 
     def _tune(self, held: Held, result: Quantised) -> None:
-        request = self.prepared.request
+        request, text = self.prepared.request, self._text()
         with self.progress.stage("tune", unit="step") as report:
             tuned = tune(
                 held,
                 self.prepared.checkpoint,
-                self._calibration_ids(),
+                text.training,
+                text.held_back,
                 steps=request.tune_steps,
                 seed=request.seed,
                 device=request.device,
@@ -172,9 +195,29 @@ class Job:
             )
         result.notes.append(tuned.note)
 
-    def _calibration_ids(self) -> torch.Tensor:
-        assert self.prepared.calibration is not None
-        return torch.from_numpy(self.prepared.calibration.ids.copy())
+    def _text(self) -> CalibrationText:
+        """The windows to calibrate on, made once: those of the corpus, and those that the float model writes itself."""
+        if self._calibration_text is None:
+            self._calibration_text = self._calibrate_on()
+        return self._calibration_text
+
+    def _calibrate_on(self) -> CalibrationText:
+        prepared, request = self.prepared, self.prepared.request
+        assert prepared.calibration is not None
+        ids = torch.from_numpy(prepared.calibration.ids.copy())
+        training, held_back = split(ids) if request.tune_steps else (ids, ids[:0])
+        if not request.self_written_windows:
+            return CalibrationText(training, held_back)
+        with self.progress.stage("write text", unit="step") as report:
+            written = self_written(
+                load_model(prepared.checkpoint.folder).to(request.device),
+                training,
+                request.self_written_windows,
+                banned=prepared.tokenizer.special_ids,
+                seed=request.seed,
+                report=report,
+            )
+        return CalibrationText(torch.cat([training, written]), held_back, written)
 
     def _side_files(self, folder: Path) -> list[FileRecord]:
         found = []

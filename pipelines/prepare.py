@@ -58,6 +58,7 @@ class Request:
     batch: int
     clip: bool
     tune_steps: int
+    self_written_windows: int
     learn_iterations: int
     target: SizeTarget | None
     force: bool
@@ -113,7 +114,9 @@ class Prepared:
         found = [("source", text) for text in self.checkpoint.notes]
         found += [("fused-siblings", text) for text in fused_differences(self.plans)]
         found += plan_notes(self.plans)
-        return tuple(found) if self.calibration is None else (*found, *calibration_notes(self.calibration.ids, self.plans))
+        if self.calibration is not None and self.request.needs_calibration:
+            found += calibration_notes(self.calibration.ids, self.plans, self.request.self_written_windows)
+        return tuple(found)
 
 
 def prepare(request: Request) -> Prepared:

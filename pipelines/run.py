@@ -143,6 +143,14 @@ def main(
         ),
     ] = "seed",
     calibration_windows: Annotated[int, typer.Option(help="Windows to calibrate on.", rich_help_panel=_CALIBRATION)] = 32,
+    self_written: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Calibrate on N more windows that the float model writes itself, continuing pieces of the calibration text.",
+            rich_help_panel=_CALIBRATION,
+        ),
+    ] = 0,
     evaluation_windows: Annotated[
         str, typer.Option(metavar="N|all", help="Windows to measure on.", rich_help_panel=_CALIBRATION)
     ] = "8",
@@ -220,6 +228,8 @@ def main(
     for name, number in checked.items():
         if number < 1:
             raise UsageError(f"{name} is too small: {number + (name == '--window')}")
+    if self_written < 0:
+        raise UsageError(f"--self-written takes a number of windows, 0 or more, not {self_written}")
     if tune < 0:
         raise UsageError(f"--tune takes a number of steps, 0 or more, not {tune}")
     if tune and calibration_windows < 2:
@@ -246,6 +256,7 @@ def main(
         batch=batch,
         clip=clip and not mse,
         tune_steps=tune,
+        self_written_windows=self_written,
         learn_iterations=learn_iterations,
         target=size_target(context, target_bpw, target_bytes),
         force=force,
