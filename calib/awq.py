@@ -17,7 +17,7 @@ from torch import Tensor
 from calib.capture import BlockInputs, BlockRunner, watching_outputs
 from calib.evidence import Evidence
 from calib.fold import Observer, Weights, fold_verified
-from calib.graph import FeedGroup, FromLinear
+from calib.graph import FeedGroup, FromLinear, gather_groups
 from calib.naming import naming
 from quant.quantizer import Note
 from quant.scheme import Scheme
@@ -81,7 +81,8 @@ class AwqBlock:
         if not (self.scaling or self.clip):
             return block
         wanted = [group for group in groups if any(f"{name}.weight" in schemes for name in group.consumers)]
-        evidence = runner.gather(index, [group.consumers[0] for group in wanted], inputs)
+        evidence = gather_groups(runner, index, wanted, inputs)
+        wanted = self._reached(block, wanted, evidence, place)
         sample = inputs.sample(runner.SAMPLE)
 
         def apply(changed: Mapping[str, Tensor]) -> None:
@@ -112,13 +113,26 @@ class AwqBlock:
                 self._clip(block, group, evidence[group.consumers[0]], schemes, prefix)
         return block
 
+    def _reached(
+        self, block: ScaledBlock, groups: Sequence[FeedGroup], evidence: Mapping[str, Evidence], place: str
+    ) -> list[FeedGroup]:
+        """The groups that any token reached; for the others plain rounding is left, which is noted."""
+        found = []
+        for group in groups:
+            if evidence[group.consumers[0]].tokens:
+                found.append(group)
+            else:
+                block.notes += [Note("no-evidence", f"{place}.{name}: no token reached it") for name in group.consumers]
+        return found
+
     def _look(self, index: int, sample: Tensor, inputs: BlockInputs, group: FeedGroup) -> list[tuple[Tensor, float]]:
         """What the group's matrices compute, and what the block adds to its input (with a slack for the float noise of a sum)."""
         seen: dict[str, Tensor] = {}
         with watching_outputs(self.runner.block(index), group.consumers, seen.__setitem__):
             output = self.runner.forward(index, sample, inputs)
         noise = _UPDATE_SLACK * float(output.double().norm())
-        return [*((seen[name], 0.0) for name in group.consumers), (output - sample, noise)]
+        # Of routed matrices the sample may reach none; what the block adds is compared in any case.
+        return [*((seen[name], 0.0) for name in group.consumers if name in seen), (output - sample, noise)]
 
     def _factors(
         self, block: ScaledBlock, group: FeedGroup, found: Evidence, schemes: Mapping[str, Scheme], place: str

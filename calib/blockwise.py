@@ -14,7 +14,7 @@ from torch import Tensor
 from calib.awq import AwqBlock, ScaledBlock
 from calib.capture import BlockInputs, BlockRunner
 from calib.evidence import Evidence
-from calib.graph import FeedGroup, trace_groups
+from calib.graph import FeedGroup, gather_groups, stages, trace_groups
 from calib.methods import Method
 from calib.naming import naming
 from calib.quantise import Quantised, Report, Sink, put_alone, round_alone, stored_values
@@ -171,19 +171,17 @@ class BlockwiseDriver:
         """
         outcomes: dict[str, Outcome] = {}
         now = dict(scaled.weights)
-        for group in groups:
-            names = [name for name in (f"{consumer}.weight" for consumer in group.consumers) if name in fates]
-            needs = {need for name in names for need in get_quantizer(fates[name].quantizer, fates[name].options).needs}
-            evidence: Evidence | None = None
-            if Need.CROSS in needs and streams[1] is not None:
-                pair = (streams[0], streams[1])
-                evidence = self.runner.gather_pair(index, group.consumers[0], pair, (now, scaled.weights))
-            elif needs:
-                evidence = self.runner.gather(index, group.consumers[:1], streams[0])[group.consumers[0]]
-            for name in names:
-                outcomes[name] = self._code(prefix + name, scaled.weights[name], fates[name], evidence, scaled.shrink.get(name))
-                now[name] = outcomes[name].qtensor.dequantise()
-                self.runner.skeleton.set(prefix + name, now[name])
+        for stage in stages(groups):
+            quantised = {group: [f"{name}.weight" for name in group.consumers if f"{name}.weight" in fates] for group in stage}
+            evidence = self._evidence(
+                index, [group for group in stage if quantised[group]], streams, (now, scaled.weights), fates
+            )
+            for group, names in quantised.items():
+                found = evidence.get(group.consumers[0])
+                for name in names:
+                    outcomes[name] = self._code(prefix + name, scaled.weights[name], fates[name], found, scaled.shrink.get(name))
+                    now[name] = outcomes[name].qtensor.dequantise()
+                    self.runner.skeleton.set(prefix + name, now[name])
         missed = sorted(set(fates) - set(outcomes))
         if missed:
             raise SourceError(
@@ -191,6 +189,22 @@ class BlockwiseDriver:
                 "float with a recipe rule, or use rtn"
             )
         return outcomes
+
+    def _evidence(
+        self,
+        index: int,
+        groups: Sequence[FeedGroup],
+        streams: tuple[BlockInputs, BlockInputs | None],
+        weights: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
+        fates: Mapping[str, Quantise],
+    ) -> dict[str, Evidence]:
+        """What the quantisers of these groups need to know of their inputs, by first consumer."""
+        matrices = [f"{name}.weight" for group in groups for name in group.consumers if f"{name}.weight" in fates]
+        needs = {need for name in matrices for need in get_quantizer(fates[name].quantizer, fates[name].options).needs}
+        if Need.CROSS in needs and streams[1] is not None:
+            pair, first = (streams[0], streams[1]), groups[0].consumers[0]
+            return {first: self.runner.gather_pair(index, first, pair, weights)}
+        return gather_groups(self.runner, index, groups, streams[0]) if needs else {}
 
     def _code(self, name: str, matrix: Tensor, fate: Quantise, evidence: Evidence | None, shrink: Tensor | None) -> Outcome:
         with naming(name):

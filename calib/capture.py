@@ -146,11 +146,16 @@ class BlockRunner:
             )
         return BlockInputs(after, inputs.calls)
 
-    def gather(self, index: int, modules: Sequence[str], inputs: BlockInputs) -> dict[str, Evidence]:
+    def gather(
+        self, index: int, modules: Sequence[str], inputs: BlockInputs, routed: frozenset[str] = frozenset()
+    ) -> dict[str, Evidence]:
         """Evidence on the inputs of the named modules (names inside the block, each run once in a pass) over all windows.
 
+        Args:
+            routed: those that run only on tokens sent to them; where there is none, their evidence is that of no token.
+
         Raises:
-            SourceError: a module that never ran: nothing is quantised on evidence that was never gathered.
+            SourceError: another module that never ran: nothing is quantised on evidence that was never gathered.
             NonFiniteTensor: an input, or a sum of its products, that is not finite; the block before had finite outputs.
         """
         found: dict[str, Evidence] = {}
@@ -169,6 +174,10 @@ class BlockRunner:
                 with suppress(_Stop):
                     self.forward(index, hidden, inputs)
         missed = [name for name in modules if name not in found]
+        for name in routed.intersection(missed):
+            module: Any = self.block(index).get_submodule(name)
+            found[name] = Evidence.none(module.in_features)
+        missed = [name for name in missed if name not in routed]
         if missed:
             raise SourceError(
                 f"{self.skeleton.blocks_name}.{index}.{missed[0]} and {len(missed) - 1} more matrices never ran on the "

@@ -40,8 +40,11 @@ class Distinct:
         return cls(len(ids), len(whole), int(ids.size), len(prefixes))
 
 
-def calibration_notes(ids: NDArray[np.int64], plans: Sequence[TensorPlan]) -> list[tuple[str, str]]:
-    """(kind, sentence) of repeated windows, and of matrices that are wider than the calibration text can have directions."""
+def calibration_notes(ids: NDArray[np.int64], plans: Sequence[TensorPlan], more_windows: int = 0) -> list[tuple[str, str]]:
+    """(kind, sentence) of repeated windows, and of matrices that are wider than the calibration text can have directions.
+
+    ``more_windows`` of the same length are still to be written by the model itself.
+    """
     found = Distinct.of(ids)
     notes = []
     if found.distinct_windows < found.windows:
@@ -51,7 +54,7 @@ def calibration_notes(ids: NDArray[np.int64], plans: Sequence[TensorPlan]) -> li
         for plan in plans
         if isinstance(plan.fate, Quantise)
         and not (is_table(plan.module) or is_head(plan.module))
-        and plan.matrix_shape[1] > found.distinct_rows
+        and plan.matrix_shape[1] > found.distinct_rows + more_windows * ids.shape[1]
     ]
     if wide:
         widest = max(plan.matrix_shape[1] for plan in wide)

@@ -37,6 +37,11 @@ class Evidence:
         return cls(rows.shape[0], magnitude.amax(0), magnitude.sum(0, dtype=torch.float64), rows.T @ rows)
 
     @classmethod
+    def none(cls, width: int) -> Evidence:
+        """Evidence of no token at all on inputs ``[0, width]``."""
+        return cls(0, torch.zeros(width), torch.zeros(width, dtype=torch.float64), torch.zeros(width, width))
+
+    @classmethod
     def of_pair(cls, inputs: Tensor, floats: Tensor) -> Evidence:
         """Evidence of ``inputs`` ``[..., in]`` together with what the float model has in the same places."""
         rows = inputs.detach().reshape(-1, inputs.shape[-1]).float()

@@ -9,14 +9,16 @@ input. No table of module names is consulted, and grouped queries and gates need
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from calib.capture import hooked, watching_inputs, watching_outputs
+from calib.capture import BlockInputs, BlockRunner, hooked, watching_inputs, watching_outputs
+from calib.evidence import Evidence
+from formats.experts import Expert, expert_names
 
 RunBlock = Callable[[], Tensor]
 _CONSTANT = 1e-3  # relative deviation from one factor per channel that is still called constant
@@ -39,20 +41,45 @@ class FromLinear:
 
 @dataclass(frozen=True, slots=True)
 class FeedGroup:
-    """Matrices that read the same input, in order of execution, and what produces that input (None: nothing foldable)."""
+    """Matrices that read the same input, in order of execution, and what produces that input (None: nothing foldable).
+
+    ``routed``: they run only on the tokens that a router sends them, perhaps on none.
+    """
 
     consumers: tuple[str, ...]
     producer: FromNorm | FromLinear | None
+    routed: bool = False
 
 
 def linear_names(block: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, module in block.named_modules() if isinstance(module, nn.Linear))
 
 
+def gather_groups(runner: BlockRunner, index: int, groups: Sequence[FeedGroup], inputs: BlockInputs) -> dict[str, Evidence]:
+    """Evidence on the inputs of all groups in one pass, by the first consumer of each."""
+    routed = frozenset(group.consumers[0] for group in groups if group.routed)
+    return runner.gather(index, [group.consumers[0] for group in groups], inputs, routed)
+
+
+def stages(groups: Sequence[FeedGroup]) -> list[list[FeedGroup]]:
+    """Groups whose evidence is gathered in one pass: each alone, but the routed ones of one kind together."""
+    found: list[list[FeedGroup]] = []
+    for group in groups:
+        if found and group.routed and found[-1][0].routed and (group.producer is None) == (found[-1][0].producer is None):
+            found[-1].append(group)
+        else:
+            found.append([group])
+    return found
+
+
 @torch.no_grad()
 def trace_groups(block: nn.Module, run: RunBlock) -> tuple[FeedGroup, ...]:
-    """Feed groups of ``block`` in order of execution; ``run`` runs it on a small sample (weights loaded)."""
-    linears = linear_names(block)
+    """Feed groups of ``block`` in order of execution; ``run`` runs it on a small sample (weights loaded).
+
+    Experts come last and are known by their structure: the sample may reach none of them.
+    """
+    experts = expert_names(block)
+    linears = [name for name in linear_names(block) if name.rpartition(".")[0] not in experts]
     inputs: dict[str, Tensor] = {}
     produced: list[tuple[str, Tensor]] = []
 
@@ -83,7 +110,18 @@ def trace_groups(block: nn.Module, run: RunBlock) -> tuple[FeedGroup, ...]:
         if producer is None:
             producer = _linear_of(block, members[0], earlier, value, run)
         groups.append(FeedGroup(tuple(members), producer))
-    return tuple(groups)
+    return (*groups, *_expert_groups(experts))
+
+
+def _expert_groups(experts: Mapping[str, Expert]) -> list[FeedGroup]:
+    """Gate and up of every expert read the rows routed to it; channel i of down's input is a multiple of up's output i."""
+    first, second = [], []
+    for name, expert in experts.items():
+        gate, up, down = (f"{name}.{leaf}" for leaf in expert.leaves)
+        last: Any = expert.get_submodule(expert.leaves[2])
+        first.append(FeedGroup((gate, up), None, routed=True))
+        second.append(FeedGroup((down,), FromLinear(up, torch.arange(last.in_features)), routed=True))
+    return [*first, *second]
 
 
 def _norm_of(block: nn.Module, value: Tensor, produced: list[tuple[str, Tensor]]) -> FromNorm | None:

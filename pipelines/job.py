@@ -24,6 +24,7 @@ from eval.plots import run_plot
 from eval.rows import rows_bytes, window_rows
 from eval.stats import mean_loss, paired_difference
 from formats.engine_config import output_config, quantization_config
+from formats.experts import unfuse_experts, use_stored_names
 from formats.fates import Quantise
 from formats.folder import REPORT_NAME, WINDOWS_NAME
 from formats.manifest import FileRecord, HashedFile, Manifest, MeasurementRecord, RunRecord
@@ -140,6 +141,7 @@ class Job:
         groups = [plan.stored for plan in prepared.plans]
         metadata = header_metadata(request.method.name, prepared.plans)
         skeleton = Skeleton(prepared.checkpoint.folder)
+        use_stored_names(skeleton, prepared.checkpoint.tensors)
         skeleton.check_stored({name: info.shape for name, info in prepared.checkpoint.tensors.items()})
         result = Quantised()
         if request.self_written_windows and request.calibrates:
@@ -164,6 +166,7 @@ class Job:
             with self.progress.stage("quantise", unit="tensor") as report:
                 quantise_without_data(prepared.checkpoint, prepared.plans, sink, report)
             return
+        unfuse_experts(skeleton, prepared.checkpoint.tensors)
         check_linears(skeleton, prepared.plans)
         driver = BlockwiseDriver(
             prepared.checkpoint,

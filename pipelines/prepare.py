@@ -114,7 +114,9 @@ class Prepared:
         found = [("source", text) for text in self.checkpoint.notes]
         found += [("fused-siblings", text) for text in fused_differences(self.plans)]
         found += plan_notes(self.plans)
-        return tuple(found) if self.calibration is None else (*found, *calibration_notes(self.calibration.ids, self.plans))
+        if self.calibration is not None and self.request.needs_calibration:
+            found += calibration_notes(self.calibration.ids, self.plans, self.request.self_written_windows)
+        return tuple(found)
 
 
 def prepare(request: Request) -> Prepared:
@@ -201,12 +203,19 @@ def _planned(request: Request, checkpoint: Checkpoint, problems: Problems, *, wi
 
 
 def _check_runnable(request: Request, plans: Sequence[TensorPlan]) -> None:
-    """Raise SourceError where a calibrated method meets experts, which transformers holds fused and does not run as matrices."""
+    """Raise SourceError where the run needs more of a mixture of experts than single experts on their own tokens can give."""
     experts = [plan.module for plan in plans if isinstance(plan.fate, Quantise) and ".experts." in plan.name]
-    if request.needs_calibration and experts:
+    ways = {
+        "learned rounding": request.method.learned,
+        "--tune": request.tune_steps > 0,
+        "a size target": request.target is not None,
+        "--asymmetric": request.streams > 1 and not request.method.learned,
+    }
+    wanted = [way for way, asked in ways.items() if asked]
+    if experts and wanted:
         raise SourceError(
-            f"{request.method.name} runs the blocks matrix by matrix, which the {len(experts)} matrices of experts do not allow "
-            f"yet (the first is {experts[0]}): use rtn, or keep them in float with a recipe rule"
+            f"{wanted[0]} does not work with the {len(experts)} matrices of experts yet (the first is {experts[0]}): leave it "
+            "out, or keep them in float with a recipe rule"
         )
 
 

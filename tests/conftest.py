@@ -44,6 +44,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "bfloat16": ("Llama", SIZES, "bfloat16", "5GB"),
     "qwen2": ("Qwen2", QWEN2, "float32", "5GB"),
     "moe": ("Qwen3Moe", MOE, "float32", "5GB"),
+    "mixtral": ("Mixtral", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}, "float32", "5GB"),
     "gpt2": ("GPT2", GPT2, "float32", "5GB"),
 }
 
