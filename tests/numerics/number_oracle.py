@@ -58,8 +58,9 @@ def meaning(name: str, code: int) -> Fraction | None:
     text = f"{code:0{found.bits}b}"
     exponent = int(text[1 : 1 + found.exponent_bits], 2)
     fraction = Fraction(int(text[1 + found.exponent_bits :], 2), 2**found.mantissa_bits)
-    scale = Fraction(2) ** (max(exponent, 1) - found.bias)
-    return (-1) ** int(text[0]) * scale * (fraction if exponent == 0 else 1 + fraction)
+    scale = two_to(max(exponent, 1) - found.bias)
+    sign = -1 if text[0] == "1" else 1
+    return sign * scale * (fraction if exponent == 0 else 1 + fraction)
 
 
 def numbers(name: str) -> dict[int, Fraction]:
@@ -84,7 +85,7 @@ def nearest(name: str, value: Fraction) -> Fraction:
 
 
 def two_to(power: int) -> Fraction:
-    return Fraction(2) ** power
+    return Fraction(2**power) if power >= 0 else Fraction(1, 2**-power)
 
 
 def floor_log2(value: Fraction) -> int:
