@@ -209,7 +209,7 @@ def test_huge_key_channels_are_named_and_hurt_only_scales_per_token(tiny_model: 
             scheme = KvScheme.parse(name)
             found = WithCache(model, scheme, evidence.scales(scheme) if scheme.static else None)(IDS).logits
             errors[name] = float((found - plain).norm())
-    assert errors["int8-token"] > 5 * errors["int8"]
+    assert errors["int8-token"] > 2 * errors["int8"]
 
 
 def test_what_cannot_be_cached_is_refused_before_anything_runs(tiny_model: Callable[[str], Path]) -> None:
