@@ -135,7 +135,7 @@ def test_dense_takes_the_bits_of_the_scheme_and_no_more_than_a_row_needs(scheme:
     """R21: 12 outputs, a vocabulary of 257, one output: any shape is held, with less than a byte lost per row."""
     out, width = shape
     parts = get_codec("dense").layout(scheme, shape)
-    found = sum(math.prod(part.shape) * ITEM[part.dtype] for part in parts if part.role != "shape")
+    found: float = sum(math.prod(part.shape) * ITEM[part.dtype] for part in parts if part.role != "shape")
     if scheme.zero == "fz":  # the formula counts integer zero points
         rows, columns = scheme.block_grid(shape)
         found -= 4 * rows * columns - rows * columns * scheme.bits / 8
