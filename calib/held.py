@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from calib.quantise import TensorSink, stored_values
-from calib.student import levels_of
 from formats.checkpoint import Checkpoint
 from formats.fates import TensorPlan
 from quant.qtensor import QTensor, block_sums
@@ -31,7 +30,7 @@ class BlockFit:
 
     @classmethod
     def of(cls, qtensor: QTensor, reference: Tensor) -> BlockFit:
-        levels, weights = levels_of(qtensor).double(), reference.double()
+        levels, weights = qtensor.levels().double(), reference.double()
         return cls(
             block_sums(levels * weights, qtensor.scheme),
             block_sums(levels * levels, qtensor.scheme),
@@ -91,7 +90,7 @@ class Held:
         for plan in self.order:
             held = self.matrices.get(plan.name)
             if held is not None:
-                sink.packed(plan, held.qtensor, held.fit.relative_error(held.qtensor.scales.float()), held.notes)
+                sink.packed(plan, held.qtensor, held.fit.relative_error(held.qtensor.steps()), held.notes)
             elif plan.name in self.values:
                 sink.kept(plan, self.values[plan.name], folded=True, **self._why(plan.name))
             elif plan.stored:

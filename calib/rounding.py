@@ -22,6 +22,7 @@ from calib.student import compute_type
 from quant.qtensor import QTensor, from_blocks, to_blocks
 from quant.quantizer import Note, Outcome
 from quant.scales import store_scales
+from quant.scheme import Scheme
 
 ITERATIONS = 60
 SCALE_SHARE = 0.1  # steps of the scale factors, as a share of the offsets' steps
@@ -33,6 +34,9 @@ COMPARED = 2  # batches of windows on which a block's error is compared before a
 class OffsetLinear(nn.Module):
     """Stands in for a Linear while offsets and scale factors of its codes are learned.
 
+    Autograd sees one leaf, the matrix of now in ``dtype``; what its gradient means for offsets and factors is worked out by
+    hand in ``follow``, as if rounding were the identity.
+
     Args:
         qtensor: integer codes to start from.
         values: the float values ``[out, in]`` that were rounded to them: a code leans towards its value by up to half a step.
@@ -42,35 +46,65 @@ class OffsetLinear(nn.Module):
     def __init__(self, qtensor: QTensor, values: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__()
         scheme = qtensor.scheme
-        self.qtensor, self.bias, self.dtype = qtensor, bias, dtype
-        self.scales = qtensor.scales.float().unsqueeze(-1)
+        self.qtensor, self.bias = qtensor, bias
+        self.scales = qtensor.steps().unsqueeze(-1)
         self.zeros = torch.zeros_like(self.scales) if qtensor.zeros is None else qtensor.zeros.float().unsqueeze(-1)
         levels = to_blocks(qtensor.codes.float(), scheme) - self.zeros
         exact = to_blocks(values.float(), scheme) / self.scales
         # Just inside half a step, so that offset 0 rounds to the code itself.
         self.values = levels + (exact - levels).clamp(-0.499, 0.499)
-        self.offset = nn.Parameter(torch.zeros_like(self.values))
-        self.factor = nn.Parameter(torch.zeros_like(self.scales))
+        self.offset = torch.zeros_like(self.values)
+        self.factor = torch.zeros_like(self.scales)
+        self.matrix = nn.Parameter(self._matrix().to(dtype))
 
-    def levels(self) -> Tensor:
-        """Codes less zero points, in block view; the gradient passes rounding as if it were not there."""
+    def _levels(self) -> tuple[Tensor, Tensor]:
+        """Codes less zero points in block view, and where the end of the grid holds them."""
         scheme = self.qtensor.scheme
-        moved = self.values / self.factor.exp() + self.offset
-        rounded = (moved.round() - moved).detach() + moved + self.zeros
-        return rounded.clamp(scheme.code_min, scheme.code_max) - self.zeros
+        free = torch.round(self.values * (-self.factor).exp() + self.offset).add_(self.zeros)
+        held = free.clamp(scheme.code_min, scheme.code_max)
+        return held.sub(self.zeros), held != free
+
+    def _matrix(self) -> Tensor:
+        levels, _ = self._levels()
+        return from_blocks(levels.mul_(self.scales * self.factor.exp()), self.qtensor.shape)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        matrix = from_blocks(self.levels() * (self.scales * self.factor.exp()), self.qtensor.shape)
-        output = functional.linear(inputs.to(self.dtype), matrix.to(self.dtype)).to(inputs.dtype)
+        output = functional.linear(inputs.to(self.matrix.dtype), self.matrix).to(inputs.dtype)
         return output if self.bias is None else output + self.bias
+
+    @torch.no_grad()
+    def slopes(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients for offsets (up to a positive factor per block) and factors, given that for the matrix ``[out, in]``.
+
+        With w = c s e^f, c = v e^-f + o: dw/do = s e^f and dw/df = s e^f (c - v e^-f), where c is not held by the grid's end.
+        """
+        blocks = _zero_filled(gradient.float(), self.qtensor.scheme)
+        levels, held = self._levels()
+        to_factor = levels.sub(self.values * (-self.factor).exp() * ~held).mul_(blocks).sum(-1, keepdim=True)
+        return blocks.masked_fill_(held, 0), to_factor
+
+    @torch.no_grad()
+    def follow(self, gradient: Tensor, rate: float) -> None:
+        """One step of length ``rate`` against the sign of the gradient."""
+        to_offset, to_factor = self.slopes(gradient)
+        self.offset.sub_(to_offset.sign_(), alpha=rate).clamp_(-LARGEST_OFFSET, LARGEST_OFFSET)
+        self.factor.sub_(to_factor.sign_(), alpha=rate * SCALE_SHARE).clamp_(-LARGEST_FACTOR, LARGEST_FACTOR)
+        self.matrix.copy_(self._matrix())
 
     @torch.no_grad()
     def learned(self) -> QTensor:
         """The codes of now, with scales rounded to their stored type."""
         old = self.qtensor
+        levels, _ = self._levels()
         scales = store_scales((self.scales * self.factor.exp()).squeeze(-1), old.scheme)
-        codes = from_blocks((self.levels() + self.zeros).round(), old.shape).to(old.codes.dtype)
-        return QTensor(old.scheme, codes, scales, old.zeros)
+        return QTensor(old.scheme, from_blocks(levels + self.zeros, old.shape).to(old.codes.dtype), scales, old.zeros)
+
+
+def _zero_filled(values: Tensor, scheme: Scheme) -> Tensor:
+    """``[out, in]`` in block view, with zeros where a short last group has no weights."""
+    if not isinstance(scheme.blocks, int):
+        return to_blocks(values, scheme)
+    return functional.pad(values, (0, -values.shape[1] % scheme.blocks)).reshape(values.shape[0], -1, scheme.blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +191,11 @@ class LearnedRounding:
 
     def _descend(self, index: int, inputs: BlockInputs, target: Target, learners: Sequence[OffsetLinear]) -> None:
         generator = torch.Generator().manual_seed(index)
-        offsets, factors = [learner.offset for learner in learners], [learner.factor for learner in learners]
         for step in range(self.iterations):
             rate = (1 - step / self.iterations) / self.iterations
             batch = int(torch.randint(len(inputs.hidden), (1,), generator=generator))
             with torch.enable_grad():
                 error = target.error(batch, self.runner.forward_with_gradient(index, inputs.hidden[batch], inputs))
-                gradients = torch.autograd.grad(error, [*offsets, *factors])
-            for parameter, gradient in zip(offsets, gradients, strict=False):
-                parameter.sub_(gradient.sign(), alpha=rate).clamp_(-LARGEST_OFFSET, LARGEST_OFFSET)
-            for parameter, gradient in zip(factors, gradients[len(offsets) :], strict=True):
-                parameter.sub_(gradient.sign(), alpha=rate * SCALE_SHARE).clamp_(-LARGEST_FACTOR, LARGEST_FACTOR)
+                gradients = torch.autograd.grad(error, [learner.matrix for learner in learners])
+            for learner, gradient in zip(learners, gradients, strict=True):
+                learner.follow(gradient, rate)

@@ -27,11 +27,6 @@ def compute_type(device: str) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
-def levels_of(qtensor: QTensor) -> Tensor:
-    """What the codes mean where every scale is 1: float32 ``[out, in]``."""
-    return dataclasses.replace(qtensor, scales=torch.ones_like(qtensor.scales)).dequantise()
-
-
 class ScaledLinear(nn.Module):
     """Stands in for a Linear whose matrix is ``levels * scales``, block by block.
 
@@ -47,8 +42,8 @@ class ScaledLinear(nn.Module):
         self.levels: Tensor
         self.start: Tensor
         self.bias: Tensor | None
-        self.register_buffer("levels", levels_of(qtensor).to(dtype))
-        self.register_buffer("start", qtensor.scales.float())
+        self.register_buffer("levels", qtensor.levels().to(dtype))
+        self.register_buffer("start", qtensor.steps())
         self.register_buffer("bias", bias)
         trainable = qtensor.scheme.scale in TRAINABLE_SCALES
         self.factor = nn.Parameter(torch.zeros_like(self.start), requires_grad=trainable)

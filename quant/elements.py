@@ -59,7 +59,7 @@ class Element:
         """What the unsigned ``code`` means."""
         negative, rest = code >> (self.bits - 1), code & ((1 << (self.bits - 1)) - 1)
         if not self.exponent_bits:  # two's complement with an implied scale: 1 sign, 1 integer, the rest fraction bits
-            return (code - (negative << self.bits)) / 2 ** (self.mantissa_bits - 1)
+            return math.ldexp(code - (negative << self.bits), 1 - self.mantissa_bits)
         exponent, mantissa = rest >> self.mantissa_bits, rest & ((1 << self.mantissa_bits) - 1)
         top = (1 << self.exponent_bits) - 1
         if self.special == "ieee" and exponent == top:
@@ -69,7 +69,7 @@ class Element:
         if self.special == "fnuz" and negative and not rest:
             return math.nan
         fraction = mantissa / (1 << self.mantissa_bits)
-        size = 2.0 ** (exponent - self.bias) * (1 + fraction) if exponent else 2.0 ** (1 - self.bias) * fraction
+        size = math.ldexp(1 + fraction, exponent - self.bias) if exponent else math.ldexp(fraction, 1 - self.bias)
         return -size if negative else size
 
 

@@ -1,7 +1,7 @@
 """QTensor: a quantised matrix, and the block view that scales and codes share.
 
-``weight ~ (codes - zero) * scale``, block by block. Shapes follow from the scheme: codes ``[out, in]``, scales and zeros
-``scheme.block_grid((out, in))``. Arithmetic is float32 whatever the stored scale type is.
+``weight ~ (codes - zero) * scale``, block by block; on a float grid a code stands for the number that it means. Shapes follow
+from the scheme: codes ``[out, in]``, scales and zeros ``scheme.block_grid((out, in))``. Arithmetic is float32.
 """
 
 from __future__ import annotations
@@ -12,9 +12,16 @@ import torch
 from torch import Tensor
 
 from quant.errors import SchemeError
+from quant.grid import from_codes
 from quant.scheme import Scheme
 
-SCALE_DTYPES: dict[str, torch.dtype] = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
+SCALE_DTYPES: dict[str, torch.dtype] = {
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "f32": torch.float32,
+    "e8m0": torch.uint8,  # the biased exponent itself: torch's own type for it has no comparisons
+    "e4m3": torch.float8_e4m3fn,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +30,10 @@ class QTensor:
 
     Attributes:
         scheme: grid, blocks and scale type.
-        codes: int8 ``[out, in]`` when symmetric, uint8 otherwise.
+        codes: ``[out, in]``, int8 for symmetric integers, uint8 otherwise (bit patterns for float grids).
         scales: ``[rows, columns]`` of ``scheme.block_grid``, in the stored type; finite and above zero.
         zeros: uint8 of the same shape for ``zp``, float32 for ``fz``, None when symmetric.
+        divisor: float32 ``[1]`` by which E4M3 scales are divided, None for all other scales.
 
     Raises:
         SchemeError: a shape or type that does not belong to the scheme, or a scale that is not finite and positive.
@@ -35,6 +43,7 @@ class QTensor:
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None
+    divisor: Tensor | None = None
 
     def __post_init__(self) -> None:
         grid = self.scheme.block_grid(self.shape)
@@ -46,7 +55,9 @@ class QTensor:
             raise SchemeError(f"{self.scheme}: zero points are {'missing' if self.zeros is None else 'not allowed'}")
         if self.zeros is not None and tuple(self.zeros.shape) != grid:
             raise SchemeError(f"{self.scheme}: zero points {tuple(self.zeros.shape)} do not fit codes {self.shape}")
-        wide = self.scales.float()
+        if (self.divisor is not None) != (self.scheme.scale == "e4m3"):
+            raise SchemeError(f"{self.scheme}: a divisor of the scales is {'missing' if self.divisor is None else 'not allowed'}")
+        wide = self.steps()
         if not bool((torch.isfinite(wide) & (wide > 0)).all()):
             raise SchemeError(f"{self.scheme}: a stored scale is zero, negative or not finite")
 
@@ -56,15 +67,32 @@ class QTensor:
 
     def to(self, device: str) -> QTensor:
         """The same on another device."""
-        zeros = None if self.zeros is None else self.zeros.to(device)
-        return QTensor(self.scheme, self.codes.to(device), self.scales.to(device), zeros)
+        zeros, divisor = (None if part is None else part.to(device) for part in (self.zeros, self.divisor))
+        return QTensor(self.scheme, self.codes.to(device), self.scales.to(device), zeros, divisor)
+
+    def steps(self) -> Tensor:
+        """The scales as numbers: float32 ``[rows, columns]``."""
+        return real_scales(self.scales, self.scheme, self.divisor)
+
+    def levels(self) -> Tensor:
+        """What the codes mean where every scale is 1: float32 ``[out, in]``."""
+        return from_blocks(self._block_levels(), self.shape)
+
+    def _block_levels(self) -> Tensor:
+        levels = to_blocks(from_codes(self.codes, self.scheme), self.scheme)
+        return levels if self.zeros is None else levels - self.zeros.float().unsqueeze(-1)
 
     def dequantise(self) -> Tensor:
         """The float32 ``[out, in]`` matrix that the stored codes, scales and zero points mean."""
-        codes = to_blocks(self.codes.float(), self.scheme)
-        if self.zeros is not None:
-            codes = codes - self.zeros.float().unsqueeze(-1)
-        return from_blocks(codes * self.scales.float().unsqueeze(-1), self.shape)
+        return from_blocks(self._block_levels() * self.steps().unsqueeze(-1), self.shape)
+
+
+def real_scales(scales: Tensor, scheme: Scheme, divisor: Tensor | None = None) -> Tensor:
+    """Stored scales as float32 numbers: powers of two from their biased exponents, E4M3 scales divided by their divisor."""
+    if scheme.scale == "e8m0":
+        return torch.ldexp(torch.ones((), device=scales.device), scales.to(torch.int32) - 127)
+    wide = scales.float()
+    return wide if divisor is None else wide / divisor
 
 
 def to_blocks(matrix: Tensor, scheme: Scheme) -> Tensor:

@@ -75,13 +75,19 @@ class Outcome:
 class Quantizer(Protocol):
     """``(matrix [out, in], scheme, evidence or None, shrink) -> Outcome``; ``needs`` says which statistics it reads.
 
-    ``shrink`` are optional factors in (0, 1] of shape ``scheme.block_grid`` for the range of each block's grid.
+    ``shrink`` are optional factors in (0, 1] of shape ``scheme.block_grid`` for the range of each block's grid;
+    ``largest`` is the largest magnitude of all matrices that share one tensor-level scale.
     """
 
     @property
     def needs(self) -> frozenset[Need]: ...
     def __call__(
-        self, matrix: Tensor, scheme: Scheme, evidence: InputStatistics | None, shrink: Tensor | None = None
+        self,
+        matrix: Tensor,
+        scheme: Scheme,
+        evidence: InputStatistics | None,
+        shrink: Tensor | None = None,
+        largest: float | None = None,
     ) -> Outcome: ...
 
 

@@ -13,6 +13,7 @@ from calib.rounding import LearnedRounding, OffsetLinear, Target
 from formats.checkpoint import Checkpoint
 from formats.reader import Artefact
 from formats.skeleton import Skeleton
+from quant.qtensor import from_blocks
 from quant.quantizer import Outcome
 from quant.quantizers.rtn import round_to_nearest
 from quant.scheme import Scheme
@@ -49,6 +50,28 @@ def test_no_offset_moves_a_code_by_more_than_one_or_off_the_grid(scheme: Scheme)
         moved = layer.learned().codes.int()
         assert int((moved - qtensor.codes.int()).abs().max()) == 1
         assert scheme.code_min <= int(moved.min()) <= int(moved.max()) <= scheme.code_max
+
+
+@pytest.mark.parametrize("width", [64, 40])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_slopes_are_those_of_autograd_through_rounding_as_the_identity(scheme: Scheme, width: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    layer = OffsetLinear(round_to_nearest(matrix((12, width)), scheme), matrix((12, width)), None, torch.float32)
+    layer.offset = torch.rand(layer.offset.shape, generator=generator) - 0.5
+    layer.factor = 0.1 * torch.randn(layer.factor.shape, generator=generator)
+    slope = torch.randn(12, width, generator=generator)
+    offset, factor = layer.offset.clone().requires_grad_(True), layer.factor.clone().requires_grad_(True)
+    moved = layer.values * (-factor).exp() + offset
+    codes = (moved.round() - moved).detach() + moved + layer.zeros
+    levels = codes.clamp(scheme.code_min, scheme.code_max) - layer.zeros
+    weights = from_blocks(levels * layer.scales * factor.exp(), (12, width))
+    wanted = torch.autograd.grad((weights * slope).sum(), [offset, factor])
+    found = layer.slopes(slope)
+    size = layer.scales * layer.factor.exp()
+    inside = (codes > scheme.code_min) & (codes < scheme.code_max)  # at the very end autograd halves or drops the slope
+    assert torch.allclose((found[0] * size)[inside], wanted[0][inside], rtol=1e-4, atol=1e-6)
+    if bool(inside.all()):
+        assert torch.allclose(found[1] * size, wanted[1], rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])

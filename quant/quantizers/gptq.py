@@ -33,10 +33,10 @@ import torch
 from torch import Tensor
 
 from quant.errors import UsageError
-from quant.qtensor import QTensor
+from quant.grid import snap, to_codes
 from quant.quantizer import InputStatistics, Need, Note, Outcome
 from quant.quantizers.rtn import round_to_nearest
-from quant.scales import block_range, scales_from_range
+from quant.scales import BlockGrid, block_range, scales_from_range
 from quant.scheme import Scheme
 
 DAMPING = 0.01
@@ -62,11 +62,19 @@ class Gptq:
     def needs(self) -> frozenset[Need]:
         return frozenset({Need.GRAM, Need.CROSS} if self.asymmetric else {Need.GRAM})
 
-    def __call__(self, matrix: Tensor, scheme: Scheme, evidence: InputStatistics | None, shrink: Tensor | None = None) -> Outcome:
+    def __call__(
+        self,
+        matrix: Tensor,
+        scheme: Scheme,
+        evidence: InputStatistics | None,
+        shrink: Tensor | None = None,
+        largest: float | None = None,
+    ) -> Outcome:
         """Quantise ``[out, in]`` against the inputs that ``evidence`` saw.
 
         Args:
             shrink: optional factors in (0, 1] of shape ``scheme.block_grid`` for the range of each block's grid.
+            largest: largest magnitude of all matrices that share the tensor-level scale; by default of this one.
 
         Raises:
             UsageError: evidence that it needs and does not get, a defect of the caller. Zero tokens are noted and rounded to
@@ -76,9 +84,8 @@ class Gptq:
             raise UsageError("gptq needs calibration evidence; use rtn where there is none")
         matrix = matrix.float()
         if evidence.tokens == 0:
-            return Outcome(
-                round_to_nearest(matrix, scheme, shrink), (Note("no-evidence", "no token reached it: rounded to nearest"),)
-            )
+            note = Note("no-evidence", "no token reached it: rounded to nearest")
+            return Outcome(round_to_nearest(matrix, scheme, shrink, largest), (note,))
         factor, notes = inverse_factor(evidence.gram, self.order == "energy", self.damping)
         if evidence.tokens < matrix.shape[1]:
             text = (
@@ -86,12 +93,11 @@ class Gptq:
             )
             notes = (Note("rank-deficient", text), *notes)
         if factor is None:
-            return Outcome(round_to_nearest(matrix, scheme, shrink), notes)
+            return Outcome(round_to_nearest(matrix, scheme, shrink, largest), notes)
         pull = None if evidence.cross is None or not self.asymmetric else _pull(evidence.cross, factor, self.asymmetric)
-        grids = _Grids(matrix, scheme, shrink, self.scale_policy == "updated")
-        codes, values = _compensate(matrix, grids, factor, pull)
-        codes = codes.to(torch.int8 if scheme.symmetric else torch.uint8)
-        return Outcome(QTensor(scheme, codes, grids.scales, grids.zeros), notes, values)
+        grids = _Grids(BlockGrid.of(matrix, scheme, shrink, largest), matrix.shape[1], shrink, self.scale_policy == "updated")
+        snapped, values = _compensate(matrix, grids, factor, pull)
+        return Outcome(grids.grid.qtensor(to_codes(snapped, scheme)), notes, values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +149,11 @@ def _pull(cross: Tensor, factor: Factor, share: float) -> Tensor:
 class _Grids:
     """Stored scales and zero points of a matrix: all from the original weights, or group by group from the weights of now."""
 
-    def __init__(self, matrix: Tensor, scheme: Scheme, shrink: Tensor | None, updated: bool) -> None:
-        self.scheme, self.shrink, self.updated = scheme, shrink, updated and isinstance(scheme.blocks, int)
-        self.size = scheme.blocks if isinstance(scheme.blocks, int) else matrix.shape[1]
-        self.scales, self.zeros = self._of(matrix, shrink)
-
-    def _of(self, matrix: Tensor, shrink: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        low, high = block_range(matrix, self.scheme)
-        if shrink is not None:
-            low, high = low * shrink, high * shrink
-        return scales_from_range(low, high, self.scheme)
+    def __init__(self, grid: BlockGrid, width: int, shrink: Tensor | None, updated: bool) -> None:
+        scheme = grid.scheme
+        self.grid, self.scheme, self.shrink = grid, scheme, shrink
+        self.updated = updated and isinstance(scheme.blocks, int)
+        self.size = scheme.blocks if isinstance(scheme.blocks, int) else width
 
     def starts(self, width: int) -> list[int]:
         """Where a run of columns begins whose columns are updated one by one: at every group too, if groups are looked at."""
@@ -165,23 +166,26 @@ class _Grids:
             return
         group = start // self.size
         shrink = None if self.shrink is None else self.shrink[:, group : group + 1]
-        scales, zeros = self._of(work[:, start : start + self.size], shrink)
-        self.scales[:, group : group + 1] = scales
-        if zeros is not None and self.zeros is not None:
-            self.zeros[:, group : group + 1] = zeros
+        low, high = block_range(work[:, start : start + self.size], self.scheme)
+        if shrink is not None:
+            low, high = low * shrink, high * shrink
+        scales, zeros = scales_from_range(low, high, self.scheme, self.grid.divisor)
+        self.grid.scales[:, group : group + 1] = scales
+        if zeros is not None and self.grid.zeros is not None:
+            self.grid.zeros[:, group : group + 1] = zeros
 
     def columns(self, order: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Scale and zero point ``[out or 1, stop - start]``, float32, of the columns ``order[start:stop]``."""
         group = order[start:stop] // self.size
-        scale = self.scales.float()[:, group]
-        return scale, torch.zeros_like(scale) if self.zeros is None else self.zeros.float()[:, group]
+        scale = self.grid.steps()[:, group]
+        return scale, torch.zeros_like(scale) if self.grid.zeros is None else self.grid.zeros.float()[:, group]
 
 
 def _compensate(matrix: Tensor, grids: _Grids, factor: Factor, pull: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Codes (float32 integers) and the values they were rounded from, both ``[out, in]`` in the original order of columns."""
+    """Snapped values (``quant.grid``) and what they were rounded from, ``[out, in]`` each, in the original order of columns."""
     order, upper, scheme = factor.order, factor.upper.float(), grids.scheme
     work = matrix[:, order].clone()
-    codes, values = torch.empty_like(work), torch.empty_like(work)
+    snapped, values = torch.empty_like(work), torch.empty_like(work)
     starts = grids.starts(work.shape[1])
     for start, stop in zip(starts, [*starts[1:], work.shape[1]], strict=True):
         grids.look(work, start)
@@ -189,9 +193,9 @@ def _compensate(matrix: Tensor, grids: _Grids, factor: Factor, pull: Tensor | No
         errors = torch.empty(work.shape[0], stop - start, device=work.device)
         for j in range(start, stop):
             s, z = scale[:, j - start], zero[:, j - start]
-            codes[:, j] = (torch.round(work[:, j] / s) + z).clamp_(scheme.code_min, scheme.code_max)
+            snapped[:, j] = snap(work[:, j] / s, z, scheme)
             values[:, j] = work[:, j]
-            errors[:, j - start] = (work[:, j] - (codes[:, j] - z) * s) / upper[j, j]
+            errors[:, j - start] = (work[:, j] - (snapped[:, j] - z) * s) / upper[j, j]
             work[:, j + 1 : stop] -= errors[:, j - start].unsqueeze(1) * upper[j, j + 1 : stop]
             if pull is not None:
                 work[:, j + 1 : stop] += values[:, j].unsqueeze(1) * pull[j, j + 1 : stop]
@@ -199,7 +203,7 @@ def _compensate(matrix: Tensor, grids: _Grids, factor: Factor, pull: Tensor | No
         if pull is not None:
             work[:, stop:] += values[:, start:stop] @ pull[start:stop, stop:]
     back = torch.argsort(order)
-    return codes[:, back], values[:, back]
+    return snapped[:, back], values[:, back]
 
 
 QUANTIZER = Gptq()

@@ -8,31 +8,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from quant.grid import to_codes
 from quant.qtensor import QTensor, from_blocks
 from quant.quantizer import InputStatistics, Need, Outcome
-from quant.scales import block_range, encode, scales_from_range
+from quant.scales import BlockGrid, encode
 from quant.scheme import Scheme
 
 
-def round_to_nearest(matrix: Tensor, scheme: Scheme, shrink: Tensor | None = None) -> QTensor:
+def round_to_nearest(matrix: Tensor, scheme: Scheme, shrink: Tensor | None = None, largest: float | None = None) -> QTensor:
     """Quantise ``[out, in]`` to the nearest codes.
 
     Args:
         matrix: any float type; the arithmetic is float32.
         shrink: optional factors in (0, 1] of shape ``scheme.block_grid``, multiplied onto each block's range.
+        largest: largest magnitude of all matrices that share the tensor-level scale; by default of this one.
 
     Raises:
-        SchemeError: a scale that the stored type cannot hold.
+        SchemeError: a scale that the stored type cannot hold, or a matrix that is not finite.
     """
-    low, high = block_range(matrix, scheme)
-    if shrink is not None:
-        low, high = low * shrink, high * shrink
-    scales, zeros = scales_from_range(low, high, scheme)
-    codes = encode(matrix, scheme, scales, zeros).to(torch.int8 if scheme.symmetric else torch.uint8)
-    return QTensor(scheme, from_blocks(codes, (matrix.shape[0], matrix.shape[1])), scales, zeros)
+    grid = BlockGrid.of(matrix, scheme, shrink, largest)
+    snapped = encode(matrix, scheme, grid.scales, grid.zeros, grid.divisor)
+    return grid.qtensor(to_codes(from_blocks(snapped, (matrix.shape[0], matrix.shape[1])), scheme))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +39,15 @@ class RoundToNearest:
 
     needs: frozenset[Need] = frozenset()
 
-    def __call__(self, matrix: Tensor, scheme: Scheme, evidence: InputStatistics | None, shrink: Tensor | None = None) -> Outcome:
-        return Outcome(round_to_nearest(matrix, scheme, shrink))
+    def __call__(
+        self,
+        matrix: Tensor,
+        scheme: Scheme,
+        evidence: InputStatistics | None,
+        shrink: Tensor | None = None,
+        largest: float | None = None,
+    ) -> Outcome:
+        return Outcome(round_to_nearest(matrix, scheme, shrink, largest))
 
 
 QUANTIZER = RoundToNearest()

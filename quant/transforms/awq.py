@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from quant.errors import SchemeError
-from quant.qtensor import to_blocks
+from quant.qtensor import real_scales, to_blocks
 from quant.quantizers.rtn import round_to_nearest
-from quant.scales import block_range, encode, scales_from_range
+from quant.scales import block_range, encode, scales_from_range, tensor_divisor
 from quant.scheme import Scheme
 
 SEARCH_ROWS = 512
@@ -128,6 +128,7 @@ def search_clipping(matrix: Tensor, scheme: Scheme, gram: Tensor, steps: Sequenc
     blocks are left out, as in the published method.
     """
     low, high = block_range(matrix, scheme)
+    divisor = tensor_divisor(float(high.max()), scheme, high.device)
     best = torch.ones_like(high)
     if scheme.blocks == "tensor":
         return best
@@ -135,11 +136,11 @@ def search_clipping(matrix: Tensor, scheme: Scheme, gram: Tensor, steps: Sequenc
     grams = _block_grams(gram, scheme)
     original = to_blocks(matrix, scheme)
     for factor in steps:
-        scales, zeros = scales_from_range(low * factor, high * factor, scheme)
-        codes = encode(matrix, scheme, scales, zeros)
+        scales, zeros = scales_from_range(low * factor, high * factor, scheme, divisor)
+        levels = encode(matrix, scheme, scales, zeros, divisor)
         if zeros is not None:
-            codes -= zeros.float().unsqueeze(-1)
-        change = codes.mul_(scales.float().unsqueeze(-1)).sub_(original)
+            levels -= zeros.float().unsqueeze(-1)
+        change = levels.mul_(real_scales(scales, scheme, divisor).unsqueeze(-1)).sub_(original)
         error = (
             torch.einsum("rbi,bij,rbj->rb", change, grams, change)
             if grams.shape[0] > 1
