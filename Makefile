@@ -13,7 +13,7 @@ VLLM_READY := $(VLLM)/.bitledger-ready
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench bench-quality test-engines clean
+.PHONY: help demo test check bench bench-quality bench-kv test-engines clean
 
 help:
 	@echo "make demo          quantise the embedded model with AWQ into artifacts/demo, then verify it"
@@ -21,6 +21,7 @@ help:
 	@echo "make check         the same without the real model"
 	@echo "make bench         wall time and memory of awq and rtn beside one float forward pass"
 	@echo "make bench-quality every method on the same windows, written into docs/quality.md (hours; CORPUS=file without a hub)"
+	@echo "make bench-kv      quality of int8, fp8 and int4 caches, written into docs/kvcache.md (CORPUS=file without a hub)"
 	@echo "make test-engines  the tests that load our files in vLLM, in an environment of its own"
 	@echo "make clean         remove environments and caches (artifacts stay)"
 
@@ -41,6 +42,9 @@ bench: $(READY)
 
 bench-quality: $(READY)
 	$(PY) -m benchmarks.quality $(if $(CORPUS),--corpus $(CORPUS))
+
+bench-kv: $(READY)
+	$(PY) -m benchmarks.kv_quality $(if $(CORPUS),--corpus $(CORPUS))
 
 test-engines: $(READY) $(VLLM_READY)
 	$(PY) -m pytest -q -m engine

@@ -29,7 +29,7 @@ def self_written(
     """``count`` windows ``[count, length]`` (int64) as long as the calibration windows ``ids`` ``[n, length]``.
 
     Args:
-        model: the float model, with ``past_key_values``; in evaluation mode.
+        model: the float model, with a ``cache``; in evaluation mode.
         banned: token ids that are never sampled.
     """
     length = ids.shape[1]
@@ -60,8 +60,8 @@ def _continued(
 ) -> Tensor:
     tokens, fresh, cache = prompts, prompts, None
     while tokens.shape[1] < length:
-        output = model(input_ids=fresh.to(model.device), past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = model(input_ids=fresh.to(model.device), cache=cache, use_cache=True)
+        cache = output.cache
         logits = output.logits[:, -1].float().cpu()
         logits[:, banned] = float("-inf")
         fresh = torch.multinomial(logits.softmax(-1), 1, generator=generator)

@@ -1,0 +1,191 @@
+"""A transformers cache that really holds codes, its calibration, and what it costs in quality.
+
+Every ``update`` stores the new keys and values as codes and hands attention what a kernel would read back: all tokens
+dequantised, those of the current call included. So one pass over a window sees a quantised cache at every position, as
+decoding token by token does. Scales are calibrated at ``update`` too, on keys after their rotation, whatever the matrices of
+attention are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+from quant.errors import SchemeError
+from quant.kvcache import Stored, restore, static_scales, store
+from quant.kvscheme import KvScheme, Sharing
+
+
+@dataclass
+class KvEvidence:
+    """Largest magnitudes seen at the cache, per layer: ``[heads, 1, head_dim]`` of keys and of values."""
+
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+    def see(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        for seen, states in ((self.keys, keys), (self.values, values)):
+            largest = states.detach().float().abs().amax(dim=(0, 2)).unsqueeze(1)
+            if layer == len(seen):
+                seen.append(largest)
+            else:
+                seen[layer] = torch.maximum(seen[layer], largest)
+
+    def scales(self, scheme: KvScheme) -> StaticScales:
+        def of(seen: Iterable[Tensor], sharing: Sharing) -> list[Tensor | None]:
+            if sharing == "token":
+                return [None for _ in seen]
+            return [static_scales(s if sharing == "channel" else s.amax().reshape(1, 1, 1), scheme.element) for s in seen]
+
+        return StaticScales(of(self.keys, scheme.keys), of(self.values, scheme.values))
+
+    def odd_layers(self, ratio: float = 20.0) -> list[int]:
+        """Layers with a key channel ``ratio`` times larger than the median one: per-token scales drown the others there."""
+        found = []
+        for layer, largest in enumerate(self.keys):
+            each = largest.flatten(1)
+            if bool((each.amax(1) > ratio * each.median(1).values.clamp_min(1e-12)).any()):
+                found.append(layer)
+        return found
+
+
+@dataclass(frozen=True)
+class StaticScales:
+    """Calibrated scales per layer, float32: ``[heads, 1, head_dim]`` per channel, ``[1, 1, 1]`` per tensor, None per token."""
+
+    keys: Sequence[Tensor | None]
+    values: Sequence[Tensor | None]
+
+    def check(self) -> None:
+        """Raise SchemeError where all scales are one number: then nothing was calibrated."""
+        for name, scales in (("key", self.keys), ("value", self.values)):
+            flat = [scale.flatten() for scale in scales if scale is not None]
+            if len(flat) > 1 and bool((torch.cat(flat) == flat[0][0]).all()):
+                raise SchemeError(f"all {name} scales are {float(flat[0][0]):g}: the cache was not calibrated")
+
+
+class _Observer(DynamicLayer):
+    def __init__(self, layer: int, evidence: KvEvidence) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._layer, self._evidence = layer, evidence
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self._evidence.see(self._layer, key_states, value_states)
+        found: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
+        return found
+
+
+class QuantisedLayer(DynamicLayer):
+    """One layer's cache: ``keys`` and ``values`` are codes, their scales lie beside them."""
+
+    def __init__(self, scheme: KvScheme, key_scales: Tensor | None, value_scales: Tensor | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.scheme = scheme
+        self._static = (key_scales, value_scales)
+        self._stored: tuple[Stored, Stored] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        scheme = self.scheme
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        new = (
+            store(key_states, scheme.element, scheme.keys, scheme.group, self._static[0]),
+            store(value_states, scheme.element, scheme.values, scheme.group, self._static[1]),
+        )
+        self._put(new if self._stored is None else (self._stored[0].then(new[0]), self._stored[1].then(new[1])))
+        return self._read(0, key_states.dtype), self._read(1, value_states.dtype)
+
+    def _put(self, stored: tuple[Stored, Stored]) -> None:
+        self._stored = stored
+        self.keys, self.values = stored[0].codes, stored[1].codes
+
+    def _read(self, which: int, dtype: torch.dtype) -> Tensor:
+        assert self._stored is not None
+        return restore(self._stored[which], self.scheme.element, self._static[which], dtype)
+
+    def _change(self, change: str, *arguments: object) -> None:
+        if self._stored is not None:
+            self._put((self._stored[0].map(change, *arguments), self._stored[1].map(change, *arguments)))
+
+    def reset(self) -> None:
+        self._stored = None
+        super().reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove and self._stored is not None:
+            left = self.get_seq_length() - abs(tokens_to_remove)
+            self._change("narrow", -2, 0, max(left, 0))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._change("index_select", 0, beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change("repeat_interleave", repeats, 0)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._change("__getitem__", indices)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held for tokens: codes and their scales."""
+        return 0 if self._stored is None else sum(stored.nbytes for stored in self._stored)
+
+
+class QuantisedCache(Cache):
+    """A cache for ``generate`` and for plain passes. Raises SchemeError for a model that it cannot serve."""
+
+    def __init__(self, config: Any, scheme: KvScheme, scales: StaticScales | None = None) -> None:
+        text = check_config(config, scheme)
+        count = int(text.num_hidden_layers)
+        if scheme.static and (scales is None or len(scales.keys) != count or len(scales.values) != count):
+            raise SchemeError(f"{scheme} needs calibrated scales for {count} layers")
+        keys, values = (scales.keys, scales.values) if scales is not None else ([None] * count, [None] * count)
+        super().__init__(layers=[QuantisedLayer(scheme, k, v) for k, v in zip(keys, values, strict=True)])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held for tokens over all layers."""
+        return sum(layer.nbytes for layer in self.layers if isinstance(layer, QuantisedLayer))
+
+
+def check_config(config: Any, scheme: KvScheme) -> Any:
+    """The text configuration, after checking that every layer keeps all its tokens and a head can be stored so."""
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise SchemeError(f"a cache of {', '.join(sorted(kinds))} layers is not supported yet: only full attention is")
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    scheme.check(int(head_dim))
+    return text
+
+
+class WithCache:
+    """A model whose every call starts with an empty quantised cache and fills it; for whatever measures ``model(ids).logits``."""
+
+    def __init__(self, model: Any, scheme: KvScheme, scales: StaticScales | None = None) -> None:
+        self.model, self.scheme, self.scales = model, scheme, scales
+
+    def __call__(self, ids: Tensor, **kwargs: Any) -> Any:
+        cache = QuantisedCache(self.model.config, self.scheme, self.scales)
+        return self.model(ids, use_cache=True, cache=cache)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["model"], name)
+
+
+@torch.inference_mode()
+def calibrate(model: Any, ids: Tensor, batch: int = 1) -> KvEvidence:
+    """Magnitudes of everything that ``model`` caches on windows ``[n, length]``. Raises SchemeError where nothing is cached."""
+    evidence = KvEvidence()
+    count = int(model.config.get_text_config().num_hidden_layers)
+    for rows in torch.split(ids, batch):
+        cache = Cache(layers=[_Observer(layer, evidence) for layer in range(count)])
+        model(rows, use_cache=True, cache=cache)
+    if len(evidence.keys) != count:
+        raise SchemeError(f"{len(evidence.keys)} of {count} layers put keys into the cache: its format is not supported")
+    return evidence
