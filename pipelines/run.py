@@ -14,7 +14,7 @@ from calib.cut import BOS_CHOICES
 from calib.methods import METHODS, get_method
 from eval.capacity.implications import Assumptions
 from pipelines.cli import HELP_OPTIONS, run_app
-from pipelines.options import Own, default_output, device_name, quantizer_options, rules_of, size_target, was_given, window_count
+from pipelines.options import default_output, device_name, own_options, rules_of, size_target, window_count
 from pipelines.prepare import Prepared, Request, prepare
 from pipelines.progress import Progress
 from pipelines.recipe import DEFAULT_BITS, DEFAULT_GROUP, preset_names
@@ -213,10 +213,7 @@ def main(
     """Quantise MODEL with METHOD into a packed, hashed and measured artefact."""
     chosen = get_method(method)
     scoring = get_convention(convention, window=window, bos=bos)
-    given_options = {"order": order, "scale_policy": scale_policy, "damping": damping, "asymmetric": asymmetric}
-    own = Own(quantizer_options(method, given_options), mse)
-    if mse and clip and was_given(context, "clip"):
-        raise UsageError("--mse and --clip choose the same ranges in two ways: give one of them")
+    own = own_options(context, method, order=order, scale_policy=scale_policy, damping=damping, asymmetric=asymmetric)
     rules = rules_of(context, method, bits, group_size, symmetric, scale_dtype, recipe, own)
     checked = {
         "--calibration-windows": calibration_windows,
