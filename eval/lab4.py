@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from quant.scheme import Scheme
 
@@ -50,11 +50,11 @@ class OutlierFigures(_Strict):
     """Largest input channel against the median one: of the worst layer, over all layers, and of the weights."""
 
     worst_layer: str
-    largest: float
-    median: float
-    ratio: float
-    median_ratio: float
-    worst_weight_ratio: float
+    largest: float = Field(gt=0)
+    median: float = Field(gt=0)
+    ratio: float = Field(gt=0)
+    median_ratio: float = Field(gt=0)
+    worst_weight_ratio: float = Field(gt=0)
 
 
 class Lab4(_Strict):
