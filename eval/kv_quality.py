@@ -58,13 +58,9 @@ def measure_cache(reference: Any, model: Any, cached: WithCache, windows: Window
     for done, piece in enumerate(pieces, start=1):
         ids = torch.tensor(piece, dtype=torch.int64, device=device)[None]
         found = cached(ids).logits[0]
-        each = functional.cross_entropy(
-            found[windows.first_scored - 1 : -1].float(), ids[0, windows.first_scored :], reduction="none"
-        )
-        finite = torch.isfinite(each)
-        losses.append((float(each[finite].sum(dtype=torch.float64)), each.numel(), each.numel() - int(finite.sum())))
+        losses.append(loss_sums(found, ids[0], windows.first_scored))
         for sums, other in zip(apart, (reference, model), strict=True):
-            sums.append(_divergence(other(ids, use_cache=False).logits[0], found))
+            sums.append(divergence_sums(other(ids, use_cache=False).logits[0], found))
         if progress is not None:
             progress(done, len(pieces))
     nats, scored, nonfinite = (np.array(column) for column in zip(*losses, strict=True))
@@ -72,7 +68,14 @@ def measure_cache(reference: Any, model: Any, cached: WithCache, windows: Window
     return KvQuality(lost, *(_gathered(sums) for sums in apart))
 
 
-def _divergence(wanted: Tensor, found: Tensor) -> tuple[float, int, int, int]:
+def loss_sums(logits: Tensor, ids: Tensor, first_scored: int) -> tuple[float, int, int]:
+    """Summed nats of predicting ``ids [length]`` from ``first_scored`` on, predictions, and those without a finite loss."""
+    each = functional.cross_entropy(logits[first_scored - 1 : -1].float(), ids[first_scored:], reduction="none")
+    finite = torch.isfinite(each)
+    return float(each[finite].sum(dtype=torch.float64)), each.numel(), each.numel() - int(finite.sum())
+
+
+def divergence_sums(wanted: Tensor, found: Tensor) -> tuple[float, int, int, int]:
     """Summed KL(wanted || found) in nats, positions of the same best token, positions, and those without a finite divergence."""
     nats, agreeing, bad = 0.0, 0, 0
     for p_logits, q_logits in zip(torch.split(wanted, CHUNK), torch.split(found, CHUNK), strict=True):
@@ -97,7 +100,7 @@ def blamed_layers(model: Any, scheme: KvScheme, scales: StaticScales | None, ids
     count = int(model.config.get_text_config().num_hidden_layers)
     found = {}
     for layer in range(count):
-        nats, _, positions, bad = _divergence(plain, WithCache(model, scheme, scales, only=frozenset({layer}))(ids).logits[0])
+        nats, _, positions, bad = divergence_sums(plain, WithCache(model, scheme, scales, only=frozenset({layer}))(ids).logits[0])
         found[layer] = nats / positions if not bad else float("inf")
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
