@@ -20,6 +20,8 @@ from pipelines.progress import Progress
 from pipelines.recipe import DEFAULT_BITS, DEFAULT_GROUP, preset_names
 from pipelines.summary import show_finished, show_plan
 from quant.errors import UsageError
+from quant.kvscheme import ALIASES as SHORT_NAMES
+from quant.kvscheme import KvScheme
 from quant.scheme import SCALE_BYTES
 
 EMBEDDED = "smollm2-135m-instruct-q4_1"
@@ -123,6 +125,15 @@ def main(
         int | None,
         typer.Option(help="The same for the bytes of all weight files.", rich_help_panel=_QUALITY, show_default=False),
     ] = None,
+    kv_cache: Annotated[
+        str,
+        typer.Option(
+            metavar="none|" + "|".join(SHORT_NAMES),
+            help="Also measure a quantised key-value cache, and store its calibrated scales: a name here, or a format in full "
+            "such as int8-ktoken-vtoken-g32.",
+            rich_help_panel=_QUALITY,
+        ),
+    ] = "none",
     learn_iterations: Annotated[
         int, typer.Option(help="Methods with learned rounding: steps per block.", rich_help_panel=_QUALITY)
     ] = 60,
@@ -256,6 +267,7 @@ def main(
         self_written_windows=self_written,
         learn_iterations=learn_iterations,
         target=size_target(context, target_bpw, target_bytes),
+        kv_scheme=None if kv_cache == "none" else KvScheme.parse(kv_cache),
         force=force,
         shard_bytes=shard_bytes,
         system_prompt=system_prompt,
