@@ -182,6 +182,8 @@ class BlockwiseDriver:
                 for name in names:
                     plan = self._plan_of[prefix + name]
                     outcomes[name] = self._code(plan, scaled.weights[name], found, scaled.shrink.get(name), ranges.largest(plan))
+                    if name.removesuffix(".weight") in scaled.unreached and found is None:
+                        self.result.notes.append(Note("no-evidence", f"{prefix}{name}: no token reached it: rounded to nearest"))
                     now[name] = outcomes[name].qtensor.dequantise()
                     self.runner.skeleton.set(prefix + name, now[name])
         missed = sorted(set(fates) - set(outcomes))
