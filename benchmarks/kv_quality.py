@@ -78,14 +78,13 @@ def page(model: str, found: list[dict[str, Any]]) -> str:
         f"`{model}` in float with a quantised cache in the",
         "loop at every position, on the first windows of WikiText-2's raw test split. Static scales are calibrated on "
         f"{CALIBRATION[0]} x {CALIBRATION[1]} tokens",
-        f"from token {CALIBRATION[2]:,}, at positions spread over the model's whole context: keys are cached after their rotation, "
-        "so that",
-        "the range of a channel depends on the position. Bytes per token count the codes and the scales that come with a token, "
-        "over all layers.",
+        f"from token {CALIBRATION[2]:,}, at positions spread over the model's whole context: keys are cached after their",
+        "rotation, so that the range of a channel depends on the position. Bytes per token count the codes and the scales that",
+        "come with a token, over all layers.",
         "",
-        "In an artefact (`run --kv-cache`) fp8 scales are weights named `k_scale` and `v_scale`, which vLLM and SGLang read. No engine",
-        "reads any other format from a checkpoint: these stand under `bitledger_kv_cache` in `config.json`, with their scales in",
-        "`kv_cache/scales.safetensors`, so that the weights load everywhere as they would without.",
+        "In an artefact (`run --kv-cache`) fp8 scales are weights named `k_scale` and `v_scale`, which vLLM and SGLang read. No",
+        "engine reads any other format from a checkpoint: these stand under `bitledger_kv_cache` in `config.json`, with their",
+        "scales in `kv_cache/scales.safetensors`, so that the weights load everywhere as they would without.",
         "",
         "| format | scheme | context | bytes per token | perplexity | against float | KL | top-1 |",
         "|---|---|---|---|---|---|---|---|",
