@@ -12,7 +12,7 @@ from calib.methods import Smoothing, get_method
 from formats.codec import default_codec, get_codec
 from formats.fates import Quantise, Rule
 from formats.sizing import SizeTarget
-from pipelines.recipe import Own, check_options, find_recipe, load_recipe, parse_activations, parse_group_size
+from pipelines.recipe import Own, check_options, find_recipe, load_recipe, parse_activations, parse_group_size, usual_activations
 from quant.errors import UsageError
 from quant.scheme import SCALE_BYTES, ScaleType, Scheme
 
@@ -42,9 +42,11 @@ def own_options(context: typer.Context, method: str, **given: str | float | None
         raise UsageError(f"--asymmetric is a share from 0 to 1, not {found['asymmetric']}")
     check_options(found)
     storage, activations = context.params["storage"], context.params["activations"]
-    said = get_method(method).activations or "none" if activations is None else str(activations)
     codec = None if storage is None else get_codec(storage).name
-    return Own(tuple(sorted(found.items())), mse, codec, parse_activations(said))
+    usual = get_method(method).activations
+    said = usual_activations(codec) if usual is None else parse_activations(usual)
+    inputs = said if activations is None else parse_activations(str(activations))
+    return Own(tuple(sorted(found.items())), mse, codec, inputs)
 
 
 def smoothing_of(method: str, alpha: str | None, percentile: float | None) -> Smoothing:

@@ -43,7 +43,7 @@ from typing import Literal, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from calib.methods import Method, get_method
-from formats.codec import codec_names, default_codec
+from formats.codec import codec_names, default_codec, get_codec
 from formats.fates import DATA_FREE, Keep, Quantise, Rule
 from quant.activations import ActivationScheme
 from quant.errors import RecipeError, SchemeError
@@ -71,6 +71,12 @@ class Own:
     mse: bool = False
     codec: str | None = None
     activations: ActivationScheme | None = None
+
+
+def usual_activations(codec: str | None) -> ActivationScheme | None:
+    """How inputs are rounded where nothing is said of them: per token in a layout that exists for rounded inputs only."""
+    needed = codec is not None and get_codec(codec).input_refusal(None) is not None
+    return ActivationScheme("token") if needed else None
 
 
 def parse_activations(text: str) -> ActivationScheme | None:
@@ -150,10 +156,11 @@ class RuleModel(BaseModel):
         check_options(inherited | said, f"rule {self.match!r}: ")
         options = tuple(sorted((inherited | said).items()))
         mse = own.mse if self.mse is None else self.mse
+        named = self.format or own.codec
         activations = own.activations if self.activations is None else parse_activations(self.activations)
-        return Quantise(
-            scheme, quantizer, self.format or own.codec or default_codec(scheme, activations), options, mse, activations
-        )
+        if self.activations is None and activations is None and self.format is not None:
+            activations = usual_activations(self.format)
+        return Quantise(scheme, quantizer, named or default_codec(scheme, activations), options, mse, activations)
 
 
 class RecipeModel(BaseModel):
