@@ -84,8 +84,9 @@ def search_alpha(
 ) -> SmoothChoice:
     """The alpha whose factors minimise the output error of all consumers with rounded weights and rounded inputs.
 
-    The error of a token counts relative to the token's own output, so that a few huge tokens do not decide alone. It is measured
-    on about ``SEARCH_ROWS`` evenly spaced output rows.
+    It is the squared error over all sampled tokens, measured on about ``SEARCH_ROWS`` evenly spaced output rows. A model's few
+    huge tokens have a large share in it, and should: errors relative to each token's own size leave them unsmoothed, and cost
+    more perplexity (docs/log.md).
 
     Args:
         alphas: what is tried; None stands for no smoothing. With one alpha nothing is chosen.
@@ -142,7 +143,7 @@ def _sampled(consumers: Sequence[SmoothConsumer]) -> list[SmoothConsumer]:
 
 
 def _output_error(consumers: Sequence[SmoothConsumer], inputs: SmoothInputs, outputs: Sequence[Tensor], factors: Tensor) -> float:
-    """Squared error of the rounded outputs, each token relative to itself; infinite where the weights' scales overflow."""
+    """Squared error of the rounded outputs; infinite where the weights' scales overflow."""
     total = 0.0
     divided = inputs.rows / factors
     whole = float((inputs.largest / factors).max())
@@ -152,7 +153,7 @@ def _output_error(consumers: Sequence[SmoothConsumer], inputs: SmoothInputs, out
         except SchemeError:
             return float("inf")
         apart = _rounded(divided, consumer.activations, whole) @ weight.T - output
-        total += float((apart.square().sum(-1) / output.square().sum(-1).clamp_min(1e-30)).sum(dtype=torch.float64))
+        total += float(apart.square().sum(dtype=torch.float64))
     return total
 
 

@@ -37,7 +37,7 @@ def test_names_are_identities(short: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "a8", "a8-token-static", "a4-token-dynamic", "TOKEN", "a8-token-dynamic "])
 def test_a_wrong_name_is_refused_with_those_there_are(text: str) -> None:
-    with pytest.raises(SchemeError, match="a8-token|per tensor"):
+    with pytest.raises(SchemeError, match=r"a8-token|per tensor"):
         ActivationScheme.parse(text)
 
 

@@ -35,7 +35,7 @@ def inputs_of(rows: Tensor) -> SmoothInputs:
 
 
 def explicit(consumers: list[SmoothConsumer], rows: Tensor, factors: Tensor) -> float:
-    """Relative squared error in float64 with rounding written out: weights per row, inputs per token or with one scale."""
+    """Squared error in float64 with rounding written out: weights per row, inputs per token or with one scale."""
     total = 0.0
     for consumer in consumers:
         weight, divided = (consumer.matrix * factors).double(), (rows / factors).double()
@@ -44,9 +44,8 @@ def explicit(consumers: list[SmoothConsumer], rows: Tensor, factors: Tensor) -> 
         if consumer.activations is not None and consumer.activations.sharing == "tensor":
             shared = divided.abs().max() / 127
         seen = (divided / shared).round() * shared if consumer.activations is not None else divided
-        right = rows.double() @ consumer.matrix.double().T
-        apart = seen @ ((weight / step).round() * step).T - right
-        total += float((apart.square().sum(1) / right.square().sum(1)).sum())
+        apart = seen @ ((weight / step).round() * step).T - rows.double() @ consumer.matrix.double().T
+        total += float(apart.square().sum())
     return total
 
 
