@@ -53,7 +53,7 @@ class Method:
 # Schemes that are methods by themselves: rounding to nearest is what their specifications describe.
 NUMBER_FORMATS = ("mxfp4", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp8", "mxint8", "nvfp4", "fp8")
 
-_W8, _A8 = "int8-sym-channel-f32", "a8-token-dynamic"
+_W8, _A8 = "int8-sym-channel-f16", "a8-token-dynamic"
 _SMOOTHED = "the range of activations moved into the weights, for W8A8 (Xiao et al. 2023)"
 
 METHODS = {
