@@ -106,16 +106,19 @@ class InputRange:
         tokens: number of rows seen.
         top: the largest magnitudes per channel in falling order, float32 ``[kept, in]``.
         rows: some of the inputs, float32 ``[sampled, in]``.
+        weights: how many tokens each of them stands for, float32 ``[sampled]``; their sum is ``tokens``.
     """
 
     tokens: int
     top: Tensor
     rows: Tensor
+    weights: Tensor
 
     def __add__(self, other: InputRange) -> InputRange:
         kept = max(len(self.top), len(other.top))
         top = torch.cat([self.top, other.top]).sort(dim=0, descending=True).values[:kept]
-        return InputRange(self.tokens + other.tokens, top, torch.cat([self.rows, other.rows]))
+        rows, weights = torch.cat([self.rows, other.rows]), torch.cat([self.weights, other.weights])
+        return InputRange(self.tokens + other.tokens, top, rows, weights)
 
     @property
     def finite(self) -> bool:
@@ -141,7 +144,8 @@ class RangeGatherer:
 
     Attributes:
         kept: how many of the largest magnitudes per channel are kept; 1 is enough for the maximum.
-        every: one token in so many is sampled, at the same positions of every window, so that batches do not matter.
+        every: one token in so many is sampled, at the same positions of every window, so that batches do not matter. The first
+            of each window is always among them and stands for itself alone: models keep huge values there.
     """
 
     kept: int = 1
@@ -155,8 +159,14 @@ class RangeGatherer:
     def of(self, inputs: Tensor) -> InputRange:
         values = inputs.detach().float()
         rows = values.reshape(-1, values.shape[-1])
-        sampled = values[..., :: self.every, :].reshape(-1, values.shape[-1]) if self.every else rows[:0]
-        return InputRange(len(rows), self._top(rows.abs()), sampled.clone())
+        if not self.every or not len(rows):
+            return InputRange(len(rows), self._top(rows.abs()), rows[:0], rows.new_zeros(0))
+        length = values.shape[-2]
+        places = [0, *range(max(1, self.every // 2), length, self.every)]
+        others = (length - 1) / max(len(places) - 1, 1)
+        weights = rows.new_tensor([1.0, *[others] * (len(places) - 1)]).repeat(len(rows) // length)
+        sampled = values[..., places, :].reshape(-1, values.shape[-1])
+        return InputRange(len(rows), self._top(rows.abs()), sampled, weights)
 
     def _top(self, magnitudes: Tensor) -> Tensor:
         if self.kept == 1 and len(magnitudes):

@@ -47,7 +47,7 @@ class SmoothBlock(BlockTransform[InputRange]):
             SmoothConsumer(block.weights[f"{consumer}.weight"], fate.scheme, fate.activations)
             for consumer, fate in zip(group.consumers, fates, strict=True)
         ]
-        inputs = SmoothInputs(found.rows, found.largest, found.percentile(self.smoothing.percentile))
+        inputs = SmoothInputs(found.rows, found.weights, found.largest, found.percentile(self.smoothing.percentile))
         alphas = (None, *ALPHAS) if self.smoothing.alpha is None else (self.smoothing.alpha,)
         choice = search_alpha(consumers, inputs, alphas, sharing.share, sharing.free)
         how = "not smoothed" if choice.alpha is None else f"alpha {choice.alpha:g}"

@@ -50,11 +50,13 @@ class SmoothInputs:
 
     Attributes:
         rows: some of it, float32 ``[tokens, in]``.
+        weights: how many tokens each of these stands for, float32 ``[tokens]``.
         largest: largest magnitude per channel over all tokens: what a scale of the whole tensor must reach.
         smoothed: the statistic that the factors are made of, ``[in]``: the same, or a percentile.
     """
 
     rows: Tensor
+    weights: Tensor
     largest: Tensor
     smoothed: Tensor
 
@@ -84,9 +86,8 @@ def search_alpha(
 ) -> SmoothChoice:
     """The alpha whose factors minimise the output error of all consumers with rounded weights and rounded inputs.
 
-    It is the squared error over all sampled tokens, measured on about ``SEARCH_ROWS`` evenly spaced output rows. A model's few
-    huge tokens have a large share in it, and should: errors relative to each token's own size leave them unsmoothed, and cost
-    more perplexity (docs/log.md).
+    It is the squared error over all tokens that the sampled ones stand for, measured on about ``SEARCH_ROWS`` evenly spaced rows
+    of the outputs. A model's few huge tokens have the share in it that is theirs, neither more nor less: docs/log.md.
 
     Args:
         alphas: what is tried; None stands for no smoothing. With one alpha nothing is chosen.
@@ -153,7 +154,7 @@ def _output_error(consumers: Sequence[SmoothConsumer], inputs: SmoothInputs, out
         except SchemeError:
             return float("inf")
         apart = _rounded(divided, consumer.activations, whole) @ weight.T - output
-        total += float(apart.square().sum(dtype=torch.float64))
+        total += float((apart.square().sum(-1) * inputs.weights).sum(dtype=torch.float64))
     return total
 
 

@@ -31,7 +31,7 @@ def with_outliers(tokens: int, width: int, times: float = 60.0) -> Tensor:
 
 def inputs_of(rows: Tensor) -> SmoothInputs:
     largest = rows.abs().amax(0)
-    return SmoothInputs(rows, largest, largest)
+    return SmoothInputs(rows, torch.ones(len(rows)), largest, largest)
 
 
 def explicit(consumers: list[SmoothConsumer], rows: Tensor, factors: Tensor) -> float:
@@ -158,13 +158,37 @@ def test_percentiles_are_exact_however_the_tokens_come(percent: float, splits: l
 
 def test_sampled_rows_are_the_same_positions_of_every_window() -> None:
     windows = normal(6, 10, 4)
-    whole = RangeGatherer(every=4).of(windows).rows
+    found = RangeGatherer(every=4).of(windows)
+    whole = found.rows
     one_by_one: Any = RangeGatherer(every=4).of(windows[:1])
     for window in windows[1:]:
         one_by_one = one_by_one + RangeGatherer(every=4).of(window[None])
-    assert torch.equal(whole, windows[:, [0, 4, 8]].reshape(-1, 4))
+    assert torch.equal(whole, windows[:, [0, 2, 6]].reshape(-1, 4))
+    assert found.weights.tolist() == [1.0, 4.5, 4.5] * 6, "the first of a window is one token, the others stand for nine"
+    assert torch.equal(one_by_one.weights, found.weights)
     assert torch.equal(one_by_one.rows, whole)
     assert len(RangeGatherer().of(windows).rows) == 0
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 7, 10, 11, 40])
+def test_weights_of_sampled_rows_sum_to_the_tokens(every: int) -> None:
+    for length in (1, 2, 10):
+        found = RangeGatherer(every=every).of(normal(3, length, 4))
+        stands_for = 3 * length if len(found.rows) > 3 else 3
+        assert float(found.weights.sum()) == pytest.approx(stands_for, rel=1e-6)
+    assert RangeGatherer(every=1).of(normal(2, 5, 4)).weights.tolist() == [1.0] * 10
+
+
+def test_a_row_counts_as_many_times_as_it_stands_for() -> None:
+    rows = with_outliers(6, 32)
+    consumers = [SmoothConsumer(normal(8, 32, seed=1), W8, SCHEMES[0])]
+    weights = torch.tensor([1.0, 2.0, 3.0, 1.0, 1.0, 4.0])
+    repeated = rows.repeat_interleave(weights.long(), dim=0)
+    largest = rows.abs().amax(0)
+    for alpha in (0.3, 0.7):
+        choice = search_alpha(consumers, SmoothInputs(rows, weights, largest, largest), (alpha,))
+        other = search_alpha(consumers, inputs_of(repeated), (alpha,))
+        assert choice.relative_error == pytest.approx(other.relative_error, rel=1e-4)
 
 
 def test_no_token_is_no_range_and_what_is_not_finite_is_seen() -> None:
