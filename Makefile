@@ -19,7 +19,7 @@ help:
 	@echo "make demo          quantise the embedded model with AWQ into artifacts/demo, then verify it"
 	@echo "make test          ruff, mypy --strict, fast tests, then the tests on the real model"
 	@echo "make check         the same without the real model"
-	@echo "make bench         wall time and memory of awq and rtn beside one float forward pass"
+	@echo "make bench         wall time and memory of rtn, smoothquant and awq beside one float forward pass"
 	@echo "make bench-quality every method on the same windows, written into docs/quality.md (hours; CORPUS=file without a hub)"
 	@echo "make bench-kv      quality of int8, fp8 and int4 caches, written into docs/kvcache.md (CORPUS=file without a hub)"
 	@echo "make test-engines  the tests that load our files in vLLM, in an environment of its own"

@@ -11,17 +11,18 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from calib.awq import AwqBlock, ScaledBlock
+from calib.awq import AwqBlock
 from calib.capture import BlockInputs, BlockRunner
-from calib.evidence import Evidence
+from calib.evidence import Evidence, InputRange, RangeGatherer
 from calib.graph import FeedGroup, gather_groups, stages, trace_groups
-from calib.methods import Method
+from calib.methods import Method, Smoothing
 from calib.naming import naming
 from calib.quantise import FamilyRanges, Quantised, Report, Sink, put_alone, round_alone, stored_values
+from calib.rounded import RoundedInputs
 from calib.rounding import ITERATIONS, LearnedRounding, Target
+from calib.scaling import ScaledBlock
 from calib.smooth import SmoothBlock
 from formats.checkpoint import TORCH_DTYPES, Checkpoint
-from formats.codec import get_codec
 from formats.fates import Keep, Quantise, TensorPlan
 from formats.skeleton import Skeleton
 from formats.tables import is_head, is_table
@@ -48,17 +49,11 @@ def check_linears(skeleton: Skeleton, plans: Sequence[TensorPlan]) -> None:
         )
 
 
-def block_scaler(
-    method: Method, runner: BlockRunner, plans: Sequence[TensorPlan], *, clip: bool, alpha: float | None
-) -> AwqBlock:
-    """What scales every block before its codes are made, by the method's transform."""
-    if method.transform != "smoothquant":
-        return AwqBlock(runner, scale=method.transform == "awq", clip=clip)
-    layouts = {plan.fate.codec for plan in plans if isinstance(plan.fate, Quantise)}
-    rounded = {get_codec(name).activations for name in layouts} - {None}
-    if not rounded:
-        raise SourceError(f"{method.name} smooths inputs that are rounded, and no matrix is stored with rounded inputs: use awq")
-    return SmoothBlock(runner, alpha, next(scheme for scheme in rounded if scheme is not None))
+def transform_of(method: Method, runner: BlockRunner, *, clip: bool, smoothing: Smoothing) -> AwqBlock | SmoothBlock:
+    """What is done to every block of a method before its matrices are rounded; clipping at most."""
+    if method.transform == "smoothquant":
+        return SmoothBlock(runner, smoothing, clip=clip)
+    return AwqBlock(runner, scale=method.transform == "awq", clip=clip)
 
 
 class BlockwiseDriver:
@@ -68,7 +63,7 @@ class BlockwiseDriver:
         method: its transform scales every block first, if it has one; the plans say which quantiser makes the codes.
         clip: search the clipping of the grids.
         learn_iterations: steps per block of learned rounding, where the method has it.
-        alpha: of smoothing, where the method has it; None searches it.
+        smoothing: settings of SmoothQuant, where the method has it.
         result: takes the notes of the run.
     """
 
@@ -84,7 +79,7 @@ class BlockwiseDriver:
         device: str,
         clip: bool,
         learn_iterations: int = ITERATIONS,
-        alpha: float | None = None,
+        smoothing: Smoothing | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.plans = plans
@@ -92,7 +87,7 @@ class BlockwiseDriver:
         self.sink = sink
         self._plan_of = {plan.name: plan for plan in plans}
         self.runner = BlockRunner(skeleton, self._fetch, device)
-        self.scaler = block_scaler(method, self.runner, plans, clip=clip, alpha=alpha)
+        self.transform = transform_of(method, self.runner, clip=clip, smoothing=smoothing or Smoothing())
         self.learned = LearnedRounding(self.runner, learn_iterations) if method.learned else None
         self.float_inputs: BlockInputs | None = None
         self._groups: dict[tuple[tuple[str, ...], ...], tuple[FeedGroup, ...]] = {}
@@ -142,23 +137,26 @@ class BlockwiseDriver:
             plan.name.removeprefix(prefix): getattr(torch, TORCH_DTYPES[plan.stored_dtype]) for plan in plans
         }
         groups = self._graph(index, inputs)
-        scaled = self.scaler.scale(index, inputs, groups, {name: fate.scheme for name, fate in fates.items()}, dtypes)
+        scaled = self.transform.scale(index, inputs, groups, fates, dtypes)
         self.result.notes += scaled.notes
         floats = self.float_inputs
         target = self._advance_floats(index, last=last)
-        outcomes = self._codes(index, prefix, (inputs, floats), groups, scaled, fates)
+        rounded = RoundedInputs(runner)
+        outcomes = self._codes(index, prefix, (inputs, floats), groups, scaled, fates, rounded)
         if self.learned is not None and target is not None and outcomes:
             outcomes, note = self.learned.refine(index, inputs, target, outcomes, scaled.weights)
             self.result.notes.append(note)
         for plan in plans:
             name = plan.name.removeprefix(prefix)
             if name in outcomes:
-                self.sink.quantised(plan, outcomes[name].qtensor, scaled.weights[name], outcomes[name].notes)
+                made, scale = outcomes[name], rounded.scales.get(plan.name)
+                self.sink.quantised(plan, made.qtensor, scaled.weights[name], made.notes, scale)
             elif name in scaled.folded:
                 self.sink.kept(plan, scaled.weights[name], folded=True)
             else:
                 self.sink.kept(plan, stored_values(self.checkpoint, plan))
         after = inputs if last else runner.advance(index, inputs)
+        rounded.remove()
         runner.skeleton.clear(names)
         return after
 
@@ -181,8 +179,9 @@ class BlockwiseDriver:
         groups: Sequence[FeedGroup],
         scaled: ScaledBlock,
         fates: Mapping[str, Quantise],
+        rounded: RoundedInputs,
     ) -> dict[str, Outcome]:
-        """Codes of every quantised matrix of the block; on return the runner holds what the codes mean.
+        """Codes of every quantised matrix of the block; on return the runner holds what the codes mean, and rounds its inputs.
 
         ``streams`` are the hidden states before the block in the quantised model and, where it is needed, in the float model.
         """
@@ -195,7 +194,8 @@ class BlockwiseDriver:
                 index, [group for group in stage if quantised[group]], streams, (now, scaled.weights), fates
             )
             for group, names in quantised.items():
-                found = evidence.get(group.consumers[0])
+                seen = evidence.get(group.consumers[0])
+                found = seen if isinstance(seen, Evidence) else None
                 for name in names:
                     plan = self._plan_of[prefix + name]
                     outcomes[name] = self._code(plan, scaled.weights[name], found, scaled.shrink.get(name), ranges.largest(plan))
@@ -203,6 +203,7 @@ class BlockwiseDriver:
                         self.result.notes.append(Note("no-evidence", f"{prefix}{name}: no token reached it: rounded to nearest"))
                     now[name] = outcomes[name].qtensor.dequantise()
                     self.runner.skeleton.set(prefix + name, now[name])
+                    rounded.add(prefix + name, fates[name], seen)
         missed = sorted(set(fates) - set(outcomes))
         if missed:
             raise SourceError(
@@ -218,14 +219,17 @@ class BlockwiseDriver:
         streams: tuple[BlockInputs, BlockInputs | None],
         weights: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
         fates: Mapping[str, Quantise],
-    ) -> dict[str, Evidence]:
-        """What the quantisers of these groups need to know of their inputs, by first consumer."""
+    ) -> Mapping[str, Evidence | InputRange]:
+        """What the quantisers of these groups, and calibrated scales, need to know of their inputs, by first consumer."""
         matrices = [f"{name}.weight" for group in groups for name in group.consumers if f"{name}.weight" in fates]
         needs = {need for name in matrices for need in get_quantizer(fates[name].quantizer, fates[name].options).needs}
         if Need.CROSS in needs and streams[1] is not None:
             pair, first = (streams[0], streams[1]), groups[0].consumers[0]
             return {first: self.runner.gather_pair(index, first, pair, weights)}
-        return gather_groups(self.runner, index, groups, streams[0]) if needs else {}
+        if needs:
+            return gather_groups(self.runner, index, groups, streams[0], Evidence)
+        static = any(fates[name].static_inputs for name in matrices)
+        return gather_groups(self.runner, index, groups, streams[0], RangeGatherer()) if static else {}
 
     def _code(
         self, plan: TensorPlan, matrix: Tensor, evidence: Evidence | None, shrink: Tensor | None, largest: float | None

@@ -9,19 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from calib.evidence import Evidence
+from calib.evidence import Evidence, Gatherer, Statistic
 from formats.skeleton import Skeleton
 from quant.errors import NonFiniteTensor, SourceError
 
 Fetch = Callable[[str], Tensor]
 Progress = Callable[[int, int], None]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+T = TypeVar("T", bound=Statistic)
 
 
 class _Stop(Exception):
@@ -149,20 +150,27 @@ class BlockRunner:
     def gather(
         self, index: int, modules: Sequence[str], inputs: BlockInputs, routed: frozenset[str] = frozenset()
     ) -> dict[str, Evidence]:
-        """Evidence on the inputs of the named modules (names inside the block, each run once in a pass) over all windows.
+        """Evidence on the inputs of the named modules over all windows; see ``gather_as``."""
+        return self.gather_as(Evidence, index, modules, inputs, routed)
+
+    def gather_as(
+        self, kind: Gatherer[T], index: int, modules: Sequence[str], inputs: BlockInputs, routed: frozenset[str] = frozenset()
+    ) -> dict[str, T]:
+        """A statistic of the inputs of the named modules (names inside the block, each run once in a pass) over all windows.
 
         Args:
+            kind: what is gathered.
             routed: those that run only on tokens sent to them; where there is none, their evidence is that of no token.
 
         Raises:
             SourceError: another module that never ran: nothing is quantised on evidence that was never gathered.
             NonFiniteTensor: an input, or a sum of its products, that is not finite; the block before had finite outputs.
         """
-        found: dict[str, Evidence] = {}
+        found: dict[str, T] = {}
         waiting: set[str] = set()
 
         def watch(name: str, value: Tensor) -> None:
-            seen = Evidence.of(value)
+            seen = kind.of(value)
             found[name] = found[name] + seen if name in found else seen
             waiting.discard(name)
             if not waiting:
@@ -176,7 +184,7 @@ class BlockRunner:
         missed = [name for name in modules if name not in found]
         for name in routed.intersection(missed):
             module: Any = self.block(index).get_submodule(name)
-            found[name] = Evidence.none(module.in_features)
+            found[name] = kind.none(module.in_features)
         missed = [name for name in missed if name not in routed]
         if missed:
             raise SourceError(
@@ -184,7 +192,7 @@ class BlockRunner:
                 "calibration windows: keep them in float with a recipe rule, or use rtn"
             )
         for name, evidence in found.items():
-            if not bool(torch.isfinite(evidence.gram).all()):
+            if not evidence.finite:
                 raise NonFiniteTensor(
                     f"inputs of {self.skeleton.blocks_name}.{index}.{name} are not finite: nothing is calibrated on them; "
                     "check the source weights of this block"

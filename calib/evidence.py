@@ -5,10 +5,32 @@ Evidence adds: ``a + b`` is the evidence of both data sets, so that calibration 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from typing import Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
+
+
+class Statistic(Protocol):
+    """What can be gathered of a matrix's inputs: it adds, and it knows whether it is finite."""
+
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def finite(self) -> bool: ...
+    def __add__(self, other: Self) -> Self: ...
+
+
+S = TypeVar("S", bound=Statistic, covariant=True)
+
+
+class Gatherer(Protocol[S]):
+    """Makes a statistic of one batch of inputs ``[..., in]``, or of none."""
+
+    def of(self, inputs: Tensor) -> S: ...
+    def none(self, width: int) -> S: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +79,10 @@ class Evidence:
         )
 
     @property
+    def finite(self) -> bool:
+        return bool(torch.isfinite(self.gram).all())
+
+    @property
     def mean_abs(self) -> Tensor:
         """Mean magnitude per channel, float32 ``[in]``."""
         return (self.abs_sum / max(self.tokens, 1)).float()
@@ -70,3 +96,84 @@ class Evidence:
             self.gram / factors.unsqueeze(0) / factors.unsqueeze(1),
             None if self.cross is None else self.cross / factors.unsqueeze(0) / factors.unsqueeze(1),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class InputRange:
+    """How large the inputs of a matrix get, and some of them.
+
+    Attributes:
+        tokens: number of rows seen.
+        top: the largest magnitudes per channel in falling order, float32 ``[kept, in]``.
+        rows: some of the inputs, float32 ``[sampled, in]``.
+        weights: how many tokens each of them stands for, float32 ``[sampled]``; their sum is ``tokens``.
+    """
+
+    tokens: int
+    top: Tensor
+    rows: Tensor
+    weights: Tensor
+
+    def __add__(self, other: InputRange) -> InputRange:
+        kept = max(len(self.top), len(other.top))
+        top = torch.cat([self.top, other.top]).sort(dim=0, descending=True).values[:kept]
+        rows, weights = torch.cat([self.rows, other.rows]), torch.cat([self.weights, other.weights])
+        return InputRange(self.tokens + other.tokens, top, rows, weights)
+
+    @property
+    def finite(self) -> bool:
+        return bool(torch.isfinite(self.top).all())
+
+    @property
+    def largest(self) -> Tensor:
+        """Largest magnitude per channel, ``[in]``; zeros where no token was seen."""
+        return self.top[0]
+
+    def percentile(self, percent: float) -> Tensor:
+        """Per channel the smallest magnitude that at least ``percent`` of the tokens do not exceed (nearest rank), ``[in]``.
+
+        Exact as long as enough of the largest were kept (``RangeGatherer``).
+        """
+        above = self.tokens - math.ceil(percent / 100 * self.tokens)
+        return self.top[min(above, len(self.top) - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class RangeGatherer:
+    """Gathers ``InputRange``.
+
+    Attributes:
+        kept: how many of the largest magnitudes per channel are kept; 1 is enough for the maximum.
+        every: one token in so many is sampled, at the same positions of every window, so that batches do not matter. The first
+            of each window is always among them and stands for itself alone: models keep huge values there.
+    """
+
+    kept: int = 1
+    every: int = 0
+
+    @classmethod
+    def exact_for(cls, percent: float, tokens: int, every: int = 0) -> RangeGatherer:
+        """The one whose percentile is exact for up to ``tokens`` tokens."""
+        return cls(tokens - math.ceil(percent / 100 * tokens) + 1, every)
+
+    def of(self, inputs: Tensor) -> InputRange:
+        values = inputs.detach().float()
+        rows = values.reshape(-1, values.shape[-1])
+        if not self.every or not len(rows):
+            return InputRange(len(rows), self._top(rows.abs()), rows[:0], rows.new_zeros(0))
+        length = values.shape[-2]
+        places = [0, *range(max(1, self.every // 2), length, self.every)]
+        others = (length - 1) / max(len(places) - 1, 1)
+        weights = rows.new_tensor([1.0, *[others] * (len(places) - 1)]).repeat(len(rows) // length)
+        sampled = values[..., places, :].reshape(-1, values.shape[-1])
+        return InputRange(len(rows), self._top(rows.abs()), sampled, weights)
+
+    def _top(self, magnitudes: Tensor) -> Tensor:
+        if self.kept == 1 and len(magnitudes):
+            return magnitudes.amax(0, keepdim=True)
+        top = magnitudes.topk(min(self.kept, len(magnitudes)), dim=0).values
+        missing = self.kept - len(top)
+        return torch.nn.functional.pad(top, (0, 0, 0, missing)) if missing else top
+
+    def none(self, width: int) -> InputRange:
+        return self.of(torch.zeros(0, width))

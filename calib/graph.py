@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from calib.capture import BlockInputs, BlockRunner, hooked, watching_inputs, watching_outputs
-from calib.evidence import Evidence
+from calib.capture import BlockInputs, BlockRunner, T, hooked, watching_inputs, watching_outputs
+from calib.evidence import Gatherer
 from formats.experts import Expert, expert_names
 
 RunBlock = Callable[[], Tensor]
@@ -55,10 +55,12 @@ def linear_names(block: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, module in block.named_modules() if isinstance(module, nn.Linear))
 
 
-def gather_groups(runner: BlockRunner, index: int, groups: Sequence[FeedGroup], inputs: BlockInputs) -> dict[str, Evidence]:
-    """Evidence on the inputs of all groups in one pass, by the first consumer of each."""
+def gather_groups(
+    runner: BlockRunner, index: int, groups: Sequence[FeedGroup], inputs: BlockInputs, kind: Gatherer[T]
+) -> dict[str, T]:
+    """A statistic of the inputs of all groups in one pass, by the first consumer of each."""
     routed = frozenset(group.consumers[0] for group in groups if group.routed)
-    return runner.gather(index, [group.consumers[0] for group in groups], inputs, routed)
+    return runner.gather_as(kind, index, [group.consumers[0] for group in groups], inputs, routed)
 
 
 def stages(groups: Sequence[FeedGroup]) -> list[list[FeedGroup]]:

@@ -54,6 +54,7 @@ class HeldMatrix:
     qtensor: QTensor
     fit: BlockFit
     notes: tuple[Note, ...]
+    input_scale: Tensor | None = None
 
 
 @dataclass
@@ -72,9 +73,17 @@ class Held:
     reasons: dict[str, str] = field(default_factory=dict)
     order: list[TensorPlan] = field(default_factory=list)
 
-    def quantised(self, plan: TensorPlan, qtensor: QTensor, reference: Tensor, notes: Sequence[Note] = ()) -> None:
+    def quantised(
+        self,
+        plan: TensorPlan,
+        qtensor: QTensor,
+        reference: Tensor,
+        notes: Sequence[Note] = (),
+        input_scale: Tensor | None = None,
+    ) -> None:
         self.order.append(plan)
-        self.matrices[plan.name] = HeldMatrix(qtensor.to("cpu"), BlockFit.of(qtensor, reference).to("cpu"), tuple(notes))
+        fit = BlockFit.of(qtensor, reference).to("cpu")
+        self.matrices[plan.name] = HeldMatrix(qtensor.to("cpu"), fit, tuple(notes), input_scale)
 
     def kept(self, plan: TensorPlan, value: Tensor, folded: bool = False) -> None:
         self.order.append(plan)
@@ -90,7 +99,8 @@ class Held:
         for plan in self.order:
             held = self.matrices.get(plan.name)
             if held is not None:
-                sink.packed(plan, held.qtensor, held.fit.relative_error(held.qtensor.steps()), held.notes)
+                error = held.fit.relative_error(held.qtensor.steps())
+                sink.packed(plan, held.qtensor, error, held.notes, held.input_scale)
             elif plan.name in self.values:
                 sink.kept(plan, self.values[plan.name], folded=True, **self._why(plan.name))
             elif plan.stored:

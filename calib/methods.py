@@ -10,6 +10,19 @@ from quant.scheme import ALIASES
 
 
 @dataclass(frozen=True, slots=True)
+class Smoothing:
+    """Settings of SmoothQuant.
+
+    Attributes:
+        alpha: how much of the inputs' range goes into the weights, 0 to 1; None: searched for every group of matrices.
+        percentile: what stands for the largest magnitude of an input channel, above 0 to 100 (the maximum).
+    """
+
+    alpha: float | None = None
+    percentile: float = 100.0
+
+
+@dataclass(frozen=True, slots=True)
 class Method:
     """A name of the command line.
 
@@ -17,8 +30,9 @@ class Method:
         transform: module of ``quant.transforms`` that rescales matrices first, or None.
         quantizer: module of ``quant.quantizers`` that makes the codes.
         learned: refine the codes by learned rounding, block by block.
-        codec: name of the layout that the method is meant for, or None for the scheme's own.
         scheme: name of the scheme that the method stands for, or None where it is chosen apart from it.
+        usual: name of the scheme that is meant where nothing is said.
+        activations: how inputs are rounded where nothing is said, or None: they stay in float.
         summary: one line for help texts.
     """
 
@@ -28,7 +42,8 @@ class Method:
     summary: str
     learned: bool = False
     scheme: str | None = None
-    codec: str | None = None
+    usual: str = "int4-sym-g64-f16"
+    activations: str | None = None
 
     @property
     def needs_calibration(self) -> bool:
@@ -38,7 +53,8 @@ class Method:
 # Schemes that are methods by themselves: rounding to nearest is what their specifications describe.
 NUMBER_FORMATS = ("mxfp4", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp8", "mxint8", "nvfp4", "fp8")
 
-W8A8 = "int8-sym-channel-f32"
+_W8, _A8 = "int8-sym-channel-f16", "a8-token-dynamic"
+_SMOOTHED = "the range of activations moved into the weights, for W8A8 (Xiao et al. 2023)"
 
 METHODS = {
     method.name: method
@@ -51,22 +67,8 @@ METHODS = {
         Method("awq+learned", "rtn", "awq", "the scaling of awq, then learned rounding", True),
         Method("gptq+learned", "gptq", None, "the codes of gptq, refined by learned rounding", True),
         Method("awq+gptq+learned", "gptq", "awq", "the scaling of awq, the codes of gptq, refined by learned rounding", True),
-        Method(
-            "smoothquant",
-            "rtn",
-            "smoothquant",
-            "ranges moved from inputs into weights, then 8-bit weights and inputs (Xiao et al. 2023)",
-            scheme=W8A8,
-            codec="int-quantized",
-        ),
-        Method(
-            "smoothquant+gptq",
-            "gptq",
-            "smoothquant",
-            "the smoothing of smoothquant, then the codes of gptq",
-            scheme=W8A8,
-            codec="int-quantized",
-        ),
+        Method("smoothquant", "rtn", "smoothquant", f"{_SMOOTHED}, then round to nearest", usual=_W8, activations=_A8),
+        Method("smoothquant+gptq", "gptq", "smoothquant", f"{_SMOOTHED}, then the codes of gptq", usual=_W8, activations=_A8),
         *(
             Method(name, "rtn", None, f"round to nearest as {ALIASES[name]}, no data needed", scheme=name)
             for name in NUMBER_FORMATS

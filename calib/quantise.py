@@ -17,6 +17,7 @@ from formats.checkpoint import TORCH_DTYPES, Checkpoint
 from formats.codec import get_codec
 from formats.engine_config import kept_linears
 from formats.fates import Alias, Keep, Quantise, TensorPlan
+from formats.inputs import INPUT_SCALE
 from formats.records import PartRecord, Role, TensorRecord, stored_bits_per_weight
 from formats.tables import is_table
 from formats.writer import ShardedWriter
@@ -40,7 +41,14 @@ class Quantised:
 class Sink(Protocol):
     """Where a driver puts what became of every planned tensor, in the planned order."""
 
-    def quantised(self, plan: TensorPlan, qtensor: QTensor, reference: Tensor, notes: Sequence[Note] = ()) -> None: ...
+    def quantised(
+        self,
+        plan: TensorPlan,
+        qtensor: QTensor,
+        reference: Tensor,
+        notes: Sequence[Note] = (),
+        input_scale: Tensor | None = None,
+    ) -> None: ...
     def kept(self, plan: TensorPlan, value: Tensor, folded: bool = False) -> None: ...
     def alias(self, plan: TensorPlan) -> None: ...
 
@@ -54,16 +62,37 @@ class TensorSink:
         self._kept_linears = frozenset(kept_linears(plans))
         self._file_of = {tensor.name: shard.name for shard in writer.plans for tensor in shard.tensors}
 
-    def quantised(self, plan: TensorPlan, qtensor: QTensor, reference: Tensor, notes: Sequence[Note] = ()) -> None:
-        """Write a quantised matrix. ``reference`` is the float matrix that the codes stand for."""
+    def quantised(
+        self,
+        plan: TensorPlan,
+        qtensor: QTensor,
+        reference: Tensor,
+        notes: Sequence[Note] = (),
+        input_scale: Tensor | None = None,
+    ) -> None:
+        """Write a quantised matrix.
+
+        Args:
+            reference: the float matrix that the codes stand for.
+            input_scale: the calibrated scale of its inputs, float32 ``[1]``, where the plan says that they have one.
+        """
         # Summed in float64: the squares of finite weights need not be finite in float32.
         change = _norm(qtensor.dequantise() - reference) / max(_norm(reference), 1e-300)
-        self.packed(plan, qtensor, change, notes)
+        self.packed(plan, qtensor, change, notes, input_scale)
 
-    def packed(self, plan: TensorPlan, qtensor: QTensor, relative_error: float, notes: Sequence[Note] = ()) -> None:
+    def packed(
+        self,
+        plan: TensorPlan,
+        qtensor: QTensor,
+        relative_error: float,
+        notes: Sequence[Note] = (),
+        input_scale: Tensor | None = None,
+    ) -> None:
         """Write a quantised matrix whose error against its float matrix is known."""
         assert isinstance(plan.fate, Quantise)
         parts = get_codec(plan.fate.codec).pack(qtensor.to("cpu"))
+        if input_scale is not None:
+            parts[INPUT_SCALE] = input_scale.cpu()
         for spec in plan.stored:
             self._writer.put(spec.name, parts[spec.name.rpartition(".")[2]])
         self._add(plan, "quantised", relative_error=relative_error, notes=[note.text for note in notes])
@@ -111,8 +140,8 @@ class TensorSink:
                 module_class=self._module_class(plan),
                 scheme=str(quantise.scheme) if quantise else None,
                 quantizer=quantise.quantizer if quantise else None,
+                activations=str(quantise.activations) if quantise and quantise.activations else None,
                 codec=quantise.codec if quantise else None,
-                activations=_activations(quantise),
                 alias_of=plan.fate.of if isinstance(plan.fate, Alias) else None,
                 copy_of=plan.copy_of,
                 reason=reason,
@@ -146,11 +175,6 @@ def stored_values(checkpoint: Checkpoint, plan: TensorPlan) -> Tensor:
             f"{plan.name}: a value of {largest:g} overflows {plan.stored_dtype}; keep it in its own type, or as bf16"
         )
     return value.to(dtype)
-
-
-def _activations(fate: Quantise | None) -> str | None:
-    found = None if fate is None else get_codec(fate.codec).activations
-    return None if found is None else str(found)
 
 
 def _norm(matrix: Tensor) -> float:

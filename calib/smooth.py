@@ -1,93 +1,60 @@
-"""SmoothQuant on one decoder block: factors for every feed group by a fixed or a searched alpha, folded as AWQ's are.
-
-The search measures what will run: the group's matrices rounded, their inputs rounded as the layout's engines round them, on a
-sample of the calibration tokens. Where nothing can take the factors the group keeps its ranges, and a note says so.
-"""
+"""SmoothQuant on one decoder block: smooth the input of every feed group, with a fixed alpha or the best one for the group."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
-from calib.awq import AwqBlock
-from calib.capture import BlockInputs, BlockRunner, watching_inputs
-from calib.evidence import Evidence
-from calib.graph import FeedGroup
-from quant.activations import ActivationScheme
-from quant.quantizers.rtn import round_to_nearest
-from quant.transforms.awq import Consumer, ScaleChoice
-from quant.transforms.smoothquant import largest_columns, smooth_factors
+from calib.awq import clip_groups
+from calib.capture import BlockRunner
+from calib.evidence import Evidence, InputRange, RangeGatherer
+from calib.graph import FeedGroup, gather_groups
+from calib.methods import Smoothing
+from calib.scaling import BlockPlace, BlockTransform, ScaledBlock, Sharing
+from quant.quantizer import Note
+from quant.transforms.smoothquant import ALPHAS, SmoothConsumer, SmoothInputs, search_alpha
 
-ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-SAMPLED_TOKENS = 1024
+SAMPLED_TOKENS = 512
+_FROM_EACH_WINDOW = 4
 
 
-class SmoothBlock(AwqBlock):
-    """Smooths one block after another.
+class SmoothBlock(BlockTransform[InputRange]):
+    """Smooths one block after another of a ``BlockRunner``.
 
     Args:
-        alpha: share of the inputs' range that moves into the weights, 0 to 1; None searches it per group.
-        inputs_as: how the inputs will be rounded.
+        smoothing: the alpha, or that it is searched, and the statistic.
+        clip: search the clipping of every block of the grid afterwards.
     """
 
-    def __init__(self, runner: BlockRunner, alpha: float | None, inputs_as: ActivationScheme) -> None:
-        super().__init__(runner, scale=True, clip=False)
-        self.alpha, self.inputs_as = alpha, inputs_as
+    def __init__(self, runner: BlockRunner, smoothing: Smoothing, *, clip: bool) -> None:
+        super().__init__(runner)
+        self.smoothing = smoothing
+        self.clip = clip
 
-    def _choose(
-        self,
-        where: tuple[int, BlockInputs],
-        group: FeedGroup,
-        found: Evidence,
-        consumers: Sequence[Consumer],
-        limits: tuple[Tensor | None, Tensor | None],
-    ) -> ScaleChoice:
-        share, free = limits
-        ranges = [found.abs_max, largest_columns([consumer.matrix for consumer in consumers])]
-        alive = (ranges[0] > 0) & (ranges[1] > 0)
-        if free is not None:
-            alive &= free
-        if share is not None:  # channels that must get equal factors share the larger of their ranges
-            dead = ~alive
-            ranges = [_largest_of_shared(values, share) for values in ranges]
-            alive = _largest_of_shared(dead.float(), share) == 0
-        ones = torch.ones_like(ranges[0])
+    def gather(self, place: BlockPlace, groups: Sequence[FeedGroup]) -> dict[str, InputRange]:
+        tokens = sum(hidden.shape[0] * hidden.shape[1] for hidden in place.inputs.hidden)
+        length = place.inputs.hidden[0].shape[1]
+        every = max(1, min(tokens // SAMPLED_TOKENS, length // _FROM_EACH_WINDOW))
+        kind = RangeGatherer.exact_for(self.smoothing.percentile, tokens, every)
+        return gather_groups(self.runner, place.index, groups, place.inputs, kind)
 
-        def factors(alpha: float) -> Tensor:
-            return torch.where(alive, smooth_factors(ranges[0], ranges[1], alpha), ones)
+    def factors(
+        self, place: BlockPlace, block: ScaledBlock, group: FeedGroup, found: InputRange, sharing: Sharing
+    ) -> Tensor | None:
+        fates = [place.fates[f"{consumer}.weight"] for consumer in group.consumers]
+        consumers = [
+            SmoothConsumer(block.weights[f"{consumer}.weight"], fate.scheme, fate.activations)
+            for consumer, fate in zip(group.consumers, fates, strict=True)
+        ]
+        inputs = SmoothInputs(found.rows, found.weights, found.largest, found.percentile(self.smoothing.percentile))
+        alphas = (None, *ALPHAS) if self.smoothing.alpha is None else (self.smoothing.alpha,)
+        choice = search_alpha(consumers, inputs, alphas, sharing.share, sharing.free)
+        how = "not smoothed" if choice.alpha is None else f"alpha {choice.alpha:g}"
+        text = f"{place.name}.{group.consumers[0]}: {how}, {choice.relative_error:.3g} of the output error without"
+        block.notes.append(Note("smoothing", text))
+        return None if choice.alpha is None else choice.factors
 
-        if self.alpha is not None:
-            return ScaleChoice(factors(self.alpha), (self.alpha, 1 - self.alpha), float("nan"))
-        sample = self._inputs(where, group)
-        plain = self._error(sample, consumers, ones)
-        errors = {alpha: self._error(sample, consumers, factors(alpha)) for alpha in ALPHAS}
-        best = min(errors, key=lambda alpha: (errors[alpha], alpha))
-        if not errors[best] < plain:
-            return ScaleChoice(ones, (0.0, 0.0), 1.0)
-        return ScaleChoice(factors(best), (best, 1 - best), errors[best] / plain)
-
-    def _inputs(self, where: tuple[int, BlockInputs], group: FeedGroup) -> Tensor:
-        """Rows ``[tokens, in]`` of the group's input, spread over the first batch."""
-        index, inputs = where
-        seen: dict[str, Tensor] = {}
-        with watching_inputs(self.runner.block(index), group.consumers[:1], seen.__setitem__):
-            self.runner.forward(index, inputs.hidden[0], inputs)
-        rows = seen[group.consumers[0]].reshape(-1, seen[group.consumers[0]].shape[-1])
-        return rows[:: max(1, len(rows) // SAMPLED_TOKENS)]
-
-    def _error(self, rows: Tensor, consumers: Sequence[Consumer], factors: Tensor) -> float:
-        """Squared output error of all consumers with rounded inputs and weights."""
-        rounded = self.inputs_as.rounded(rows / factors)
-        total = 0.0
-        for consumer in consumers:
-            weights = round_to_nearest(consumer.matrix * factors, consumer.scheme).dequantise()
-            total += float((rounded @ weights.T - rows @ consumer.matrix.T).double().square().sum())
-        return total
-
-
-def _largest_of_shared(values: Tensor, share: Tensor) -> Tensor:
-    """The largest of ``values`` over channels with equal ``share``, at each of them."""
-    largest = torch.zeros(int(share.max()) + 1, dtype=values.dtype, device=values.device)
-    return largest.scatter_reduce(0, share, values, "amax")[share]
+    def finish(self, place: BlockPlace, block: ScaledBlock, groups: Sequence[FeedGroup], found: Mapping[str, InputRange]) -> None:
+        if self.clip:
+            clip_groups(place, block, groups, gather_groups(self.runner, place.index, groups, place.inputs, Evidence))

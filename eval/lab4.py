@@ -46,6 +46,14 @@ class ActivationRow(_Strict):
     embedded: float | None = None
 
 
+class DecompositionRow(_Strict):
+    """A row of LLM.int8, which the text only names: columns that reach the threshold in calibration stay in 16 bits."""
+
+    label: str
+    threshold: float
+    embedded: float | None = None
+
+
 class OutlierFigures(_Strict):
     """Largest input channel against the median one: of the worst layer, over all layers, and of the weights."""
 
@@ -77,6 +85,7 @@ class Lab4(_Strict):
     embedded_outliers: OutlierFigures
     row: tuple[LabRow, ...]
     activation_row: tuple[ActivationRow, ...]
+    decomposition_row: tuple[DecompositionRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +104,17 @@ class ActivationResult:
     """A measured row with rounded activations."""
 
     row: ActivationRow
+    perplexity: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecompositionResult:
+    """A measured row of LLM.int8, with the share of input columns in 16 bits and its exact bytes."""
+
+    row: DecompositionRow
+    outlier_share: float
+    nbytes: int
+    bits_per_weight: float
     perplexity: float
 
 

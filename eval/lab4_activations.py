@@ -1,5 +1,7 @@
 """The second half of lab 4: outliers of activations, and W8A8 with and without SmoothQuant, exactly as the source text does it.
 
+Beside them stands LLM.int8's mixed decomposition, which the text has no figure for.
+
 The division by the smoothing factors stays explicit in front of every matrix (nothing is folded), so that all 210 are smoothed.
 Statistics come from the lab's own calibration windows, two at a time; they see no evaluation token.
 """
@@ -9,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from eval.lab4 import ActivationResult, ActivationRow, Lab4, OutlierFigures
+from eval.lab4 import ActivationResult, ActivationRow, DecompositionResult, Lab4, OutlierFigures
 from quant.scheme import Scheme
 
 if TYPE_CHECKING:
     import torch
 
     from calib.windows import Windows
+    from quant.mixed_decomposition import Decomposed
 
 WEIGHTS = Scheme.parse("int8-sym-channel-f32")
 
@@ -108,7 +111,45 @@ def _prepare(layer: torch.nn.Linear, original: torch.Tensor, largest: torch.Tens
     return layer.register_forward_pre_hook(smooth_and_round)
 
 
-def activation_misses(lab: Lab4, found: OutlierFigures, results: list[ActivationResult], published: bool) -> list[str]:
+def run_decomposition_rows(
+    model: Any, lab: Lab4, windows: Windows, largest: Mapping[str, torch.Tensor], report: Callable[[int, int], None]
+) -> Iterator[DecompositionResult]:
+    """Measure mixed decomposition on ``model``, whose matrices are in place again at the end."""
+    from eval.perplexity import window_losses
+    from quant.mixed_decomposition import decompose, outlier_columns
+
+    layers: dict[str, Any] = dict(decoder_linears(model))
+    elements = sum(layer.weight.numel() for layer in layers.values())
+    for done, row in enumerate(lab.decomposition_row, start=1):
+        parts = {
+            name: decompose(layer.weight.detach(), outlier_columns(largest[name], row.threshold))
+            for name, layer in layers.items()
+        }
+        try:
+            for name, layer in layers.items():
+                layer.forward = _product_of(parts[name], layer.bias)
+            perplexity = window_losses(model, windows).perplexity
+        finally:
+            for layer in layers.values():
+                layer.__dict__.pop("forward", None)
+        nbytes = sum(part.nbytes for part in parts.values())
+        columns = sum(len(part.columns) + len(part.others) for part in parts.values())
+        share = sum(len(part.columns) for part in parts.values()) / columns
+        report(done, len(lab.decomposition_row))
+        yield DecompositionResult(row, share, nbytes, 8 * nbytes / elements, perplexity)
+
+
+def _product_of(part: Decomposed, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda inputs: part.product(inputs) if bias is None else part.product(inputs) + bias
+
+
+def activation_misses(
+    lab: Lab4,
+    found: OutlierFigures,
+    results: list[ActivationResult],
+    decomposed: list[DecompositionResult],
+    published: bool,
+) -> list[str]:
     """Sentences on every figure of this half that is not as expected."""
     expected = lab.published_outliers if published else lab.embedded_outliers
     wrong = []
@@ -119,8 +160,9 @@ def activation_misses(lab: Lab4, found: OutlierFigures, results: list[Activation
         # The text prints the median with four digits only: a last digit is a larger share than the tolerance.
         if abs(measured / value - 1) > lab.outlier_tolerance and abs(measured - value) > 0.0051:
             wrong.append(f"outliers: {name} is {measured:.4f}, expected {value:.4f}")
-    for result in results:
-        value = result.row.published if published else result.row.embedded
-        if value is not None and abs(result.perplexity / value - 1) > lab.activation_tolerance:
-            wrong.append(f"{result.row.label}: {result.perplexity:.4f}, expected {value:.4f}")
+    pairs = [(r.row.label, r.perplexity, r.row.published if published else r.row.embedded) for r in results]
+    pairs += [(r.row.label, r.perplexity, None if published else r.row.embedded) for r in decomposed]
+    for label, measured, value in pairs:
+        if value is not None and abs(measured / value - 1) > lab.activation_tolerance:
+            wrong.append(f"{label}: {measured:.4f}, expected {value:.4f}")
     return wrong

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from quant.qtensor import QTensor
 
-ENGINES_READ, OWN = "pack-quantized", "dense"
+ENGINES_READ, ENGINES_RUN, OWN = "pack-quantized", "int-quantized", "dense"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,12 @@ class Codec(Protocol):
         """What engines know the layout's family by, or None for a layout that is this project's own."""
         ...
 
-    @property
-    def activations(self) -> ActivationScheme | None:
-        """How engines round the inputs of matrices that are stored so, or None where they leave them alone."""
-        ...
-
     def refusal(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:
         """Why this layout cannot hold the scheme for that shape, or None."""
+        ...
+
+    def input_refusal(self, activations: ActivationScheme | None) -> str | None:
+        """Why this layout cannot say that a matrix's inputs are rounded so (None: stay in float), or None."""
         ...
 
     def advice(self, scheme: Scheme) -> tuple[str, ...]:
@@ -84,7 +83,8 @@ def get_codec(name: str) -> Codec:
     return found
 
 
-def default_codec(scheme: Scheme) -> str:
+def default_codec(scheme: Scheme, activations: ActivationScheme | None = None) -> str:
     """The layout that most engines read among those that hold the scheme at all, whatever the shape of the matrix."""
     shape = (1, scheme.blocks if isinstance(scheme.blocks, int) else 1)
-    return ENGINES_READ if get_codec(ENGINES_READ).refusal(scheme, shape) is None else OWN
+    found = ENGINES_READ if activations is None else ENGINES_RUN
+    return found if get_codec(found).refusal(scheme, shape) is None else OWN

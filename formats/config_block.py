@@ -12,6 +12,7 @@ from typing import Any
 
 from formats.codec import get_codec
 from formats.engine_config import block_head
+from formats.inputs import inputs_of_group
 from formats.records import TensorRecord
 from formats.tables import TIE_KEY, is_head
 from quant.errors import BitledgerError, VerifyError
@@ -90,6 +91,11 @@ def _check_group(group: Mapping[str, Any], module: str, record: TensorRecord) ->
     found, expected = get_codec(str(record.codec)).scheme_of_group(group, scales), Scheme.parse(str(record.scheme))
     if found != expected:
         raise VerifyError(f"{module} is described as {found}, expected {expected}")
+    inputs = inputs_of_group(group)
+    if (None if inputs is None else str(inputs)) != record.activations:
+        raise VerifyError(
+            f"{module} is described with inputs {inputs or 'in float'}, expected {record.activations or 'in float'}"
+        )
 
 
 def _targets(targets: Iterable[str], module: str, record: TensorRecord) -> bool:

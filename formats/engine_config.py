@@ -14,8 +14,10 @@ from typing import Any
 
 from formats.codec import get_codec
 from formats.fates import Quantise, TensorPlan
+from formats.inputs import INPUTS_KEY, inputs_block
 from formats.kv_files import engine_block
 from formats.tables import is_head, is_table, untied_config
+from quant.activations import ActivationScheme
 from quant.kvscheme import KvScheme
 from quant.scheme import Scheme
 
@@ -59,7 +61,7 @@ def kept_linears(plans: Sequence[TensorPlan]) -> list[str]:
 
 def fused_differences(plans: Sequence[TensorPlan]) -> list[str]:
     """A sentence for every set of matrices that engines fuse into one (q, k, v; gate, up) and a recipe stores differently."""
-    stored = {plan.module: plan.fate.scheme if isinstance(plan.fate, Quantise) else None for plan in plans}
+    stored = {plan.module: str(plan.fate) if isinstance(plan.fate, Quantise) else None for plan in plans}
     found = []
     for module in stored:
         parent, _, leaf = module.rpartition(".")
@@ -80,20 +82,22 @@ def quantization_config(plans: Sequence[TensorPlan], kv_scheme: KvScheme | None 
     """
     heads = {plan.module for plan in plans if isinstance(plan.fate, Quantise) and is_head(plan.module)}
     ignored = sorted({*kept_linears(plans), "lm_head"} - heads)
-    by_fate: dict[tuple[str, Scheme], list[str]] = defaultdict(list)
+    by_fate: dict[tuple[str, Scheme, ActivationScheme | None], list[str]] = defaultdict(list)
     for plan in plans:
         if isinstance(plan.fate, Quantise):
-            by_fate[(plan.fate.codec, plan.fate.scheme)].append(plan.module)
+            by_fate[(plan.fate.codec, plan.fate.scheme, plan.fate.activations)].append(plan.module)
     single = len(by_fate) == 1
     groups = {}
-    for index, ((codec, scheme), modules) in enumerate(by_fate.items()):
-        others = [name for key, names in by_fate.items() if key != (codec, scheme) for name in names]
+    for index, (key, modules) in enumerate(by_fate.items()):
+        codec, scheme, activations = key
+        others = [name for other, names in by_fate.items() if other != key for name in names]
         named = [module for module in modules if is_table(module) or is_head(module)]
         linears = ["Linear"] if len(named) < len(modules) else []
         targets = [*linears, *_targets(named, [])] if single else _targets(modules, [*others, *ignored])
-        groups[f"group_{index}"] = get_codec(codec).config_group(scheme, targets)
+        inputs = {} if activations is None else {INPUTS_KEY: inputs_block(activations)}
+        groups[f"group_{index}"] = get_codec(codec).config_group(scheme, targets) | inputs
     return {
-        **block_head([codec for codec, _ in by_fate]),
+        **block_head([codec for codec, _, _ in by_fate]),
         "quantization_status": "compressed",
         "ignore": ignored,
         "kv_cache_scheme": engine_block(kv_scheme),

@@ -13,8 +13,10 @@ from typing import Any
 
 from formats.checkpoint import TensorInfo
 from formats.codec import get_codec
+from formats.inputs import INPUT_SCALE
 from formats.shards import TensorSpec
 from formats.tables import is_head, is_input_table
+from quant.activations import ActivationScheme
 from quant.quantizer import Option
 from quant.scheme import Scheme
 
@@ -27,7 +29,8 @@ DATA_FREE = "rtn"
 class Quantise:
     """Store as ``scheme`` in ``codec``; ``quantizer`` makes the codes, with ``options`` that differ from its defaults.
 
-    ``mse``: each block's range is shrunk to the least squared error of the weights first.
+    ``mse``: each block's range is shrunk to the least squared error of the weights first. ``activations``: how the matrix's
+    inputs are rounded when the model runs, or None where they stay in float.
     """
 
     scheme: Scheme
@@ -35,6 +38,20 @@ class Quantise:
     codec: str = "pack-quantized"
     options: tuple[Option, ...] = ()
     mse: bool = False
+    activations: ActivationScheme | None = None
+
+    def __str__(self) -> str:
+        return str(self.scheme) if self.activations is None else f"{self.scheme} {self.activations}"
+
+    @property
+    def static_inputs(self) -> bool:
+        """Whether a calibrated scale of the inputs is stored beside the codes."""
+        return self.activations is not None and self.activations.static
+
+    def refusal(self, shape: tuple[int, int]) -> str | None:
+        """Why the codec cannot store a matrix of this shape so, or None."""
+        codec = get_codec(self.codec)
+        return codec.refusal(self.scheme, shape) or codec.input_refusal(self.activations)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +97,10 @@ class Rule:
             return self.fate, ()
         shape = (info.shape[0], info.shape[1])
         for fate in (self.fate, *self.otherwise):
-            reason = get_codec(fate.codec).refusal(fate.scheme, shape)
-            if reason is None:
+            if fate.refusal(shape) is None:
                 if fate == self.fate:
                     return fate, ()
-                first = get_codec(self.fate.codec).refusal(self.fate.scheme, shape)
-                return fate, (("group-size", f"stored as {fate.scheme}, not {self.fate.scheme}: {first}"),)
+                return fate, (("group-size", f"stored as {fate.scheme}, not {self.fate.scheme}: {self.fate.refusal(shape)}"),)
         return self.fate, ()
 
 
@@ -169,4 +184,5 @@ def stored_specs(info: TensorInfo, fate: Fate) -> tuple[TensorSpec, ...]:
         return (TensorSpec(info.name, fate.dtype or info.dtype, info.shape, "kept"),)
     module = info.name.removesuffix("weight")
     layout = get_codec(fate.codec).layout(fate.scheme, (info.shape[0], info.shape[1]))
-    return tuple(TensorSpec(module + part.suffix, part.dtype, part.shape, part.role) for part in layout)
+    specs = tuple(TensorSpec(module + part.suffix, part.dtype, part.shape, part.role) for part in layout)
+    return (*specs, TensorSpec(module + INPUT_SCALE, "F32", (1,), "input_scales")) if fate.static_inputs else specs

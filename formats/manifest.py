@@ -229,6 +229,7 @@ def build_ledger(
             header_bytes=header_bytes[file],
             total_bytes=roles.total() + header_bytes[file],
             kv_scales_bytes=roles["kv_scales"],
+            input_scales_bytes=roles["input_scales"],
         )
         for file, roles in sums.items()
     ]

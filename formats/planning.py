@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from formats.checkpoint import Checkpoint, TensorInfo
-from formats.codec import OWN, get_codec
+from formats.codec import OWN, default_codec, get_codec
 from formats.engine_config import family_of
 from formats.fates import (
     DATA_FREE,
@@ -152,8 +152,14 @@ class _Planner:
 
 
 def _data_free(fate: Fate, notes: tuple[PlanNote, ...]) -> tuple[Fate, tuple[PlanNote, ...]]:
-    """Tables are rounded to nearest whatever the method: calibration gathers no evidence on them."""
-    if not isinstance(fate, Quantise) or fate.quantizer == DATA_FREE:
+    """Tables are rounded to nearest whatever the method, and their inputs not at all: calibration gathers no evidence on them."""
+    if not isinstance(fate, Quantise):
+        return fate, notes
+    if fate.activations is not None:
+        codec = default_codec(fate.scheme) if get_codec(fate.codec).input_refusal(None) else fate.codec
+        fate = replace(fate, activations=None, codec=codec)
+        notes = (*notes, ("weight-only", "inputs stay in float: embeddings and output heads take none that are rounded"))
+    if fate.quantizer == DATA_FREE:
         return fate, notes
     text = f"rounded to nearest, not by {fate.quantizer}: calibration gathers nothing for embeddings and output heads"
     return replace(fate, quantizer=DATA_FREE, options=()), (*notes, ("data-free", text))
@@ -169,7 +175,7 @@ def _plan(info: TensorInfo, fate: Fate, notes: tuple[PlanNote, ...] = ()) -> Ten
         fate = _recast(info, fate.reason, fate.dtype)
         if isinstance(fate, Keep) and fate.dtype is not None:
             notes = (*notes, ("stored-type", f"{info.dtype} in the source, stored as {fate.dtype}"))
-    refused = isinstance(fate, Quantise) and get_codec(fate.codec).refusal(fate.scheme, (info.shape[0], info.shape[1]))
+    refused = isinstance(fate, Quantise) and fate.refusal((info.shape[0], info.shape[1]))
     return TensorPlan(info, fate, () if refused else stored_specs(info, fate), notes=notes)  # all refusals are told at once
 
 
@@ -197,9 +203,9 @@ def _raise_scheme_problems(plans: Iterable[TensorPlan]) -> None:
     refused = []
     for plan in plans:
         if isinstance(plan.fate, Quantise):
-            reason = get_codec(plan.fate.codec).refusal(plan.fate.scheme, plan.matrix_shape)
+            reason = plan.fate.refusal(plan.matrix_shape)
             if reason:
-                refused.append(f"  {plan.module} {list(plan.matrix_shape)} as {plan.fate.scheme}: {reason}")
+                refused.append(f"  {plan.module} {list(plan.matrix_shape)} as {plan.fate}: {reason}")
     if refused:
         lines = "\n".join(refused)
         raise SchemeError(

@@ -19,6 +19,7 @@ from formats.checkpoint import STORED_DTYPES
 from formats.codec import get_codec
 from formats.folder import INDEX_NAME, SINGLE_NAME
 from formats.header import TensorInfo, read_header
+from formats.inputs import INPUT_SCALE, inputs_of_group, round_inputs
 from formats.kv_files import CONFIG_KEY, plan_kv
 from formats.skeleton import Skeleton, model_config, quiet_transformers
 from quant.activations import ActivationScheme
@@ -26,7 +27,7 @@ from quant.errors import CoverageError, SourceError
 from quant.kvscheme import KvScheme
 from quant.qtensor import QTensor
 
-_PACKED = "weight_packed"
+_SCALED = "weight_scale"  # what every layout stores for a quantised matrix, and for nothing else
 
 
 class Artefact:
@@ -60,9 +61,8 @@ class Artefact:
     def modules(self) -> Iterator[str]:
         """Names of the quantised modules."""
         for name in self.tensors:
-            module, _, leaf = name.rpartition(".")
-            if leaf == _PACKED or (leaf == "weight" and f"{module}.weight_scale" in self.tensors):
-                yield module
+            if name.endswith("." + _SCALED):
+                yield name.removesuffix("." + _SCALED)
 
     def qtensor(self, module: str) -> QTensor:
         """The quantised matrix of a module."""
@@ -70,15 +70,18 @@ class Artefact:
         prefix = module + "."
         parts = {name.removeprefix(prefix): name for name in self.tensors if name.startswith(prefix) and name != prefix + "bias"}
         tensors = {suffix: self.tensor(name) for suffix, name in parts.items()}
-        shape = tensors["weight_shape"].tolist() if "weight_shape" in tensors else list(tensors["weight"].shape)
+        shape = tensors["weight_shape"].tolist() if "weight_shape" in tensors else tensors["weight"].shape
         codec = get_codec(group["format"])
         return codec.unpack(
             tensors, codec.scheme_of_group(group, self.tensors[parts["weight_scale"]].dtype), (shape[0], shape[1])
         )
 
-    def activations(self, module: str) -> ActivationScheme | None:
-        """How the inputs of a quantised module are rounded while running, or None."""
-        return get_codec(self._group(module)["format"]).activations
+    def inputs(self, module: str) -> tuple[ActivationScheme, Tensor | None] | None:
+        """How a quantised module's inputs are rounded, with the calibrated scale where there is one; None: they are not."""
+        activations = inputs_of_group(self._group(module))
+        if activations is None:
+            return None
+        return activations, self.tensor(f"{module}.{INPUT_SCALE}") if activations.static else None
 
     def _group(self, module: str) -> Mapping[str, Any]:
         groups: Mapping[str, Mapping[str, Any]] = self.config["quantization_config"]["config_groups"]
@@ -122,7 +125,9 @@ class Artefact:
 
 
 def load_model(folder: Path, dtype: str = "float32", report: Callable[[int, int], None] | None = None) -> Any:
-    """The transformers model that the stored bytes mean, dequantised, in evaluation mode; it rounds inputs where engines do.
+    """The transformers model that the stored bytes mean, dequantised, in evaluation mode.
+
+    Where the configuration says so, the inputs of its matrices are rounded as an engine rounds them.
 
     Args:
         folder: an artefact of ours, or any float checkpoint.
@@ -130,16 +135,17 @@ def load_model(folder: Path, dtype: str = "float32", report: Callable[[int, int]
 
     Raises:
         CoverageError: a parameter of the architecture that no stored tensor fills, or the other way round.
+        SourceError: rounded inputs of another kind than this project's, or of fused experts.
     """
     artefact = Artefact(folder)
     wanted: torch.dtype = getattr(torch, dtype)
     skeleton = Skeleton(folder)
     names = set(skeleton.parameter_names())
     stored = {name: tensor.to(wanted) for name, tensor in artefact.float_tensors()}
-    rounded = {module: found for module in artefact.modules() if (found := artefact.activations(module)) is not None}
+    inputs = {module: found for module in artefact.modules() if (found := artefact.inputs(module)) is not None}
     if not set(stored) <= names:
-        if rounded:
-            raise SourceError(f"{folder}: inputs of experts cannot be rounded here, the first is {next(iter(rounded))}")
+        if inputs:
+            raise SourceError(f"{folder}: {next(iter(inputs))} has rounded inputs, which fused experts cannot be given")
         return _load_renamed(skeleton, folder, stored, wanted)
     for name, tensor in stored.items():
         skeleton.set(name, tensor)
@@ -147,13 +153,9 @@ def load_model(folder: Path, dtype: str = "float32", report: Callable[[int, int]
     missing = skeleton.missing()
     if missing:
         raise CoverageError(f"{folder}: {len(missing)} parameters of the architecture are not stored, the first is {missing[0]}")
-    for module, scheme in rounded.items():
-        skeleton.model.get_submodule(module).register_forward_pre_hook(_rounding(scheme))
+    for module, (activations, scale) in inputs.items():
+        round_inputs(skeleton.model.get_submodule(module), activations, scale)
     return skeleton.model.to(wanted)
-
-
-def _rounding(scheme: ActivationScheme) -> Callable[[Any, tuple[Any, ...]], tuple[Any, ...]]:
-    return lambda module, args: (scheme.rounded(args[0]), *args[1:])
 
 
 def _load_renamed(skeleton: Skeleton, folder: Path, stored: dict[str, Tensor], dtype: torch.dtype) -> Any:

@@ -18,7 +18,7 @@ from quant.kvscheme import KvScheme
 
 _QUANTISED_ROLES = ("codes", "scales", "zeros")
 
-Role = Literal["codes", "scales", "zeros", "shape", "kept", "kv_scales"]
+Role = Literal["codes", "scales", "zeros", "shape", "kept", "kv_scales", "input_scales"]
 
 
 def _inside(name: str) -> str:
@@ -78,9 +78,10 @@ class TensorRecord(Record):
     ``quantised`` has a scheme, a codec and parts; ``kept`` (bytes as in the source, or rounded to the type of its part) and
     ``folded`` (float values changed by a transform) have one part; ``alias`` has none and names the tensor that is stored.
     ``copy_of`` names the source tensor whose values a second one was made from, where a tied pair is stored as two.
-    ``quantizer`` made the codes, ``activations`` is how inputs are rounded while running. ``nbytes`` is the sum of the parts,
-    ``bits_per_weight`` counts codes, scales and zeros, ``relative_error`` is ||W - Q|| / ||W||. ``module_class`` is the class of
-    the module that owns the tensor (``Linear``), by which engines find what a configuration targets.
+    ``quantizer`` made the codes; ``activations`` is how the matrix's inputs are rounded when the model runs. ``nbytes`` is the
+    sum of the parts, ``bits_per_weight`` counts codes, scales and zeros, ``relative_error`` is ||W - Q|| / ||W||.
+    ``module_class`` is the class of the module that owns the tensor (``Linear``), by which engines find what a configuration
+    targets.
     """
 
     name: str
@@ -132,6 +133,7 @@ class LedgerLine(Record):
     header_bytes: Count
     total_bytes: Count
     kv_scales_bytes: Count = 0
+    input_scales_bytes: Count = 0
 
 
 class KvCacheRecord(Record):

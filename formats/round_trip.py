@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 from formats.broken import Broken, named
 from formats.codec import get_codec
 from formats.header import TensorInfo
+from formats.inputs import INPUT_SCALE
 from formats.records import TensorRecord
+from quant.activations import ActivationScheme
 from quant.errors import VerifyError
 from quant.scheme import Scheme
 
@@ -40,7 +42,10 @@ def _check_layout(record: TensorRecord) -> None:
     with named("codecs", record.parts[0].file, record.name):
         layout = get_codec(str(record.codec)).layout(Scheme.parse(str(record.scheme)), _matrix_shape(record))
     stem = record.name.removesuffix("weight")
-    expected = sorted((f"{stem}{part.suffix}", part.dtype, part.shape, part.role) for part in layout)
+    expected = [(f"{stem}{part.suffix}", part.dtype, part.shape, part.role) for part in layout]
+    if record.activations is not None and ActivationScheme.parse(record.activations).static:
+        expected.append((f"{stem}{INPUT_SCALE}", "F32", (1,), "input_scales"))
+    expected = sorted(expected)
     actual = sorted((part.name, part.dtype, tuple(part.shape), part.role) for part in record.parts)
     if expected != actual:
         text = f"{record.codec} lays {record.scheme} out in other parts"
@@ -57,6 +62,9 @@ def _check_round_trip(folder: Path, record: TensorRecord, stored: Mapping[str, T
     codec, scheme, shape = get_codec(str(record.codec)), Scheme.parse(str(record.scheme)), _matrix_shape(record)
     stem = record.name.removesuffix("weight")
     read = {part.name.removeprefix(stem): _read(folder, stored[part.name]) for part in record.parts}
+    scale = read.pop(INPUT_SCALE, None)
+    if scale is not None and not 0 < float(scale[0]) < float("inf"):
+        raise Broken("codecs", f"the scale of its inputs is {float(scale[0])}", file=record.parts[0].file, tensor=record.name)
     packed = codec.pack(codec.unpack({suffix: tensor for suffix, (tensor, _) in read.items()}, scheme, shape))
     for suffix, (_, raw) in read.items():
         again = packed[suffix].contiguous().reshape(-1)

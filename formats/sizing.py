@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from formats.codec import get_codec
 from formats.engine_config import family_of
 from formats.fates import Quantise, TensorPlan, stored_specs
 from formats.tables import is_head, is_table
@@ -108,7 +107,7 @@ def best_uniform(plans: Sequence[TensorPlan], budget: int) -> tuple[TensorPlan, 
 
 def _refused(plan: TensorPlan, scheme: Scheme) -> bool:
     assert isinstance(plan.fate, Quantise)
-    return get_codec(plan.fate.codec).refusal(scheme, plan.matrix_shape) is not None
+    return dataclasses.replace(plan.fate, scheme=scheme).refusal(plan.matrix_shape) is not None
 
 
 def _scheme(plan: TensorPlan) -> Scheme:

@@ -156,6 +156,7 @@ def _rule_record(rule: Rule) -> dict[str, Any]:
         found: dict[str, Any] = {"match": pattern, "scheme": str(fate.scheme), "codec": fate.codec, "quantizer": fate.quantizer}
         found |= {"options": dict(fate.options)} if fate.options else {}
         found |= {"mse": True} if fate.mse else {}
+        found |= {"activations": str(fate.activations)} if fate.activations is not None else {}
         return found | ({"otherwise": [str(other.scheme) for other in rule.otherwise]} if rule.otherwise else {})
     return {"match": pattern, "keep": True} | ({"dtype": fate.dtype} if fate.dtype else {})
 

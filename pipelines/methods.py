@@ -98,6 +98,8 @@ def _method_table() -> Table:
     table = Table("method", "needs text", "scheme", "what it does", title="Methods", title_justify="left")
     for method in METHODS.values():
         scheme = method.scheme or ("integers" if method.learned else "any")
+        if method.activations is not None:
+            scheme = f"any; {method.usual} {method.activations} by default"
         table.add_row(method.name, "yes" if method.needs_calibration else "no", scheme, method.summary)
     return table
 

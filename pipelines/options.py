@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import typer
 
-from calib.methods import get_method
+from calib.methods import Smoothing, get_method
 from formats.codec import default_codec, get_codec
 from formats.fates import Quantise, Rule
 from formats.sizing import SizeTarget
-from pipelines.recipe import check_options, find_recipe, load_recipe, parse_group_size
+from pipelines.recipe import Own, check_options, find_recipe, load_recipe, parse_activations, parse_group_size, usual_activations
 from quant.errors import UsageError
-from quant.quantizer import Option
 from quant.scheme import SCALE_BYTES, ScaleType, Scheme
 
 _PARTS_OF_A_SCHEME = ("bits", "group_size", "symmetric", "scale_dtype")
@@ -24,15 +22,6 @@ _PARTS_OF_A_SCHEME = ("bits", "group_size", "symmetric", "scale_dtype")
 def was_given(context: typer.Context, name: str) -> bool:
     """Whether an option was written on the command line."""
     return getattr(context.get_parameter_source(name), "name", "DEFAULT") != "DEFAULT"
-
-
-@dataclass(frozen=True, slots=True)
-class Own:
-    """What the command line says of every matrix alike: the quantiser's options, a search of ranges without data, the format."""
-
-    options: tuple[Option, ...]
-    mse: bool
-    codec: str | None = None
 
 
 def own_options(context: typer.Context, method: str, **given: str | float | None) -> Own:
@@ -52,8 +41,40 @@ def own_options(context: typer.Context, method: str, **given: str | float | None
     if not 0 <= float(found.get("asymmetric", 0)) <= 1:
         raise UsageError(f"--asymmetric is a share from 0 to 1, not {found['asymmetric']}")
     check_options(found)
-    storage = context.params["storage"]
-    return Own(tuple(sorted(found.items())), mse, None if storage is None else get_codec(storage).name)
+    storage, activations = context.params["storage"], context.params["activations"]
+    codec = None if storage is None else get_codec(storage).name
+    usual = get_method(method).activations
+    said = usual_activations(codec) if usual is None else parse_activations(usual)
+    inputs = said if activations is None else parse_activations(str(activations))
+    return Own(tuple(sorted(found.items())), mse, codec, inputs)
+
+
+def smoothing_of(method: str, alpha: str | None, percentile: float | None) -> Smoothing:
+    """Settings of SmoothQuant. Raises UsageError for values out of range, and where the method does not smooth."""
+    given = {"--alpha": alpha, "--percentile": percentile}
+    flags = ", ".join(name for name, value in given.items() if value is not None)
+    if flags and get_method(method).transform != "smoothquant":
+        raise UsageError(f"{flags}: {method} does not smooth activations; use smoothquant or smoothquant+gptq")
+    found = None
+    if alpha not in (None, "search"):
+        try:
+            found = float(str(alpha))
+        except ValueError:
+            raise UsageError(f"--alpha is 'search' or a number from 0 to 1, not {alpha!r}") from None
+        if not 0 <= found <= 1:
+            raise UsageError(f"--alpha is 'search' or a number from 0 to 1, not {alpha}")
+    if percentile is not None and not 0 < percentile <= 100:
+        raise UsageError(f"--percentile is above 0 and at most 100, not {percentile:g}")
+    return Smoothing(found, 100.0 if percentile is None else percentile)
+
+
+def clips(context: typer.Context, method: str) -> bool:
+    """Whether clipping is searched: where it was asked for, and by default for all methods but SmoothQuant's.
+
+    At 8 bits there is next to nothing to gain, and the search would take longer than all the rest.
+    """
+    usual = get_method(method).transform != "smoothquant" or was_given(context, "clip")
+    return bool(context.params["clip"]) and usual and not context.params["mse"]
 
 
 def rules_of(
@@ -71,9 +92,11 @@ def rules_of(
         rules = _recipe_rules(context, method, recipe, own)
     else:
         scheme = _scheme(context, method, bits, group_size, symmetric, scale_dtype)
-        codec = own.codec or get_method(method).codec or default_codec(scheme)
-        rules = (Rule("*", Quantise(scheme, get_method(method).quantizer, codec, own.options, own.mse)),)
-    _check_integers(rules, method, target=any(context.params[name] is not None for name in ("target_bpw", "target_bytes")))
+        codec = own.codec or default_codec(scheme, own.activations)
+        rules = (Rule("*", Quantise(scheme, get_method(method).quantizer, codec, own.options, own.mse, own.activations)),)
+    target = any(context.params[name] is not None for name in ("target_bpw", "target_bytes"))
+    _check_integers(rules, method, target=target)
+    _check_inputs(rules, method, target=target, tune=bool(context.params["tune"]))
     return rules
 
 
@@ -86,7 +109,7 @@ def _recipe_rules(context: typer.Context, method: str, recipe: str, own: Own) ->
     flags = _given(context, *_PARTS_OF_A_SCHEME, "scheme")
     if flags:
         raise UsageError(f"{flags} cannot go with --recipe, which says the same per pattern: put it into {recipe}")
-    return load_recipe(find_recipe(recipe), method, own.options, own.mse, own.codec or get_method(method).codec)
+    return load_recipe(find_recipe(recipe), method, own)
 
 
 def _scheme(context: typer.Context, method: str, bits: int, group_size: str, symmetric: bool, scale_dtype: str) -> Scheme:
@@ -100,7 +123,9 @@ def _scheme(context: typer.Context, method: str, bits: int, group_size: str, sym
     if asked is not None or named is not None:
         return Scheme.parse(str(asked or named))
     scales = cast(ScaleType, _choice("--scale-dtype", scale_dtype, tuple(SCALE_BYTES)))
-    return Scheme(bits, "sym" if symmetric else "zp", parse_group_size(group_size), scales)
+    usual = Scheme.parse(get_method(method).usual)
+    blocks = parse_group_size(group_size) if was_given(context, "group_size") else usual.blocks
+    return Scheme(bits if was_given(context, "bits") else usual.bits, "sym" if symmetric else "zp", blocks, scales)
 
 
 def _check_integers(rules: tuple[Rule, ...], method: str, *, target: bool) -> None:
@@ -110,6 +135,19 @@ def _check_integers(rules: tuple[Rule, ...], method: str, *, target: bool) -> No
         raise UsageError(f"{method} learns integer codes, and {schemes[0]} is a float scheme: use rtn, awq, gptq or awq+gptq")
     if schemes and target:
         raise UsageError(f"a size target allocates widths of integers, and {schemes[0]} is a float scheme: leave one of them out")
+
+
+def _check_inputs(rules: tuple[Rule, ...], method: str, *, target: bool, tune: bool) -> None:
+    """Raise UsageError where rounded inputs meet what only knows float ones, or SmoothQuant has no inputs to smooth for."""
+    fates = [rule.fate for rule in rules if isinstance(rule.fate, Quantise)]
+    rounded = [str(fate.activations) for fate in fates if fate.activations is not None]
+    if get_method(method).transform == "smoothquant" and not rounded:
+        raise UsageError(f"{method} moves the range of inputs that are rounded: give --activations, or use awq")
+    asymmetric = any(name == "asymmetric" and value for fate in fates for name, value in fate.options)
+    ways = {"a size target": target, "--tune": tune, "learned rounding": get_method(method).learned, "--asymmetric": asymmetric}
+    wanted = [way for way, asked in ways.items() if asked]
+    if rounded and wanted:
+        raise UsageError(f"{wanted[0]} does not know of rounded inputs ({rounded[0]}) yet: leave one of the two out")
 
 
 def size_target(context: typer.Context, bits_per_weight: float | None, file_bytes: int | None) -> SizeTarget | None:
@@ -123,21 +161,6 @@ def size_target(context: typer.Context, bits_per_weight: float | None, file_byte
     if not (bits_per_weight or file_bytes or 0) > 0:
         raise UsageError(f"a size target is above 0, not {bits_per_weight if file_bytes is None else file_bytes}")
     return SizeTarget(bits_per_weight, file_bytes)
-
-
-def smoothing_share(context: typer.Context, method: str, text: str) -> float | None:
-    """The alpha of smoothing, or None where it is searched. Raises UsageError for no share, or a method that does not smooth."""
-    if was_given(context, "alpha") and get_method(method).transform != "smoothquant":
-        raise UsageError(f"--alpha: {method} does not smooth; it is an option of smoothquant and smoothquant+gptq")
-    if text == "search":
-        return None
-    try:
-        found = float(text)
-    except ValueError:
-        found = -1.0
-    if not 0 <= found <= 1:
-        raise UsageError(f"--alpha is a share from 0 to 1 or 'search', not {text!r}")
-    return found
 
 
 def window_count(text: str) -> int | Literal["all"]:
@@ -168,6 +191,6 @@ def device_name(text: str) -> str:
 def default_output(model: str, method: str, rules: tuple[Rule, ...], recipe: str | None) -> Path:
     stem = Path(model.partition("@")[0].rstrip("/")).name or "model"
     fate = rules[0].fate
-    single = fate.scheme if recipe is None and isinstance(fate, Quantise) else None
-    what = str(single) if single is not None else Path(recipe or "recipe").stem
+    single = str(fate).replace(" ", "-") if recipe is None and isinstance(fate, Quantise) else None
+    what = single or Path(recipe or "recipe").stem
     return Path("artifacts") / f"{stem}-{method}-{what}"

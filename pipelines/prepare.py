@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from calib.conventions import Convention
 from calib.corpora import Corpus, load_corpus
 from calib.distinct import calibration_notes
-from calib.methods import Method
+from calib.methods import Method, Smoothing
 from calib.tokenizer import TextTokenizer
 from calib.windows import Windows, calibration_windows, check_disjoint, evaluation_windows, tokenise
 from eval.capacity.cards import Card, load_cards
@@ -59,10 +59,10 @@ class Request:
     device: str
     batch: int
     clip: bool
+    smoothing: Smoothing
     tune_steps: int
     self_written_windows: int
     learn_iterations: int
-    alpha: float | None
     target: SizeTarget | None
     kv_scheme: KvScheme | None
     force: bool
@@ -73,9 +73,9 @@ class Request:
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether making the codes reads calibration text: for the method, or for a rule with a quantiser of its own."""
-        quantizers = {rule.fate.quantizer for rule in self.rules if isinstance(rule.fate, Quantise)}
-        return self.method.needs_calibration or not quantizers <= {DATA_FREE}
+        """Whether what is stored depends on calibration text: the method, a rule's own quantiser, or a static input scale."""
+        fates = [fate for rule in self.rules for fate in (rule.fate, *rule.otherwise) if isinstance(fate, Quantise)]
+        return self.method.needs_calibration or any(fate.quantizer != DATA_FREE or fate.static_inputs for fate in fates)
 
     @property
     def streams(self) -> int:
@@ -230,6 +230,7 @@ def _check_runnable(request: Request, plans: Sequence[TensorPlan]) -> None:
         "--tune": request.tune_steps > 0,
         "a size target": request.target is not None,
         "--asymmetric": request.streams > 1 and not request.method.learned,
+        "--activations": any(isinstance(plan.fate, Quantise) and plan.fate.activations is not None for plan in plans),
     }
     wanted = [way for way, asked in ways.items() if asked]
     if experts and wanted:
@@ -304,7 +305,7 @@ def header_metadata(method: str, plans: Sequence[TensorPlan]) -> dict[str, str]:
     roles: dict[str, int] = {}
     for plan in plans:
         if isinstance(plan.fate, Quantise):
-            key = f"{plan.fate.scheme} {plan.fate.codec}"
+            key = f"{plan.fate} {plan.fate.codec}"
             schemes[key] = schemes.get(key, 0) + 1
         for spec in plan.stored:
             roles[spec.role] = roles.get(spec.role, 0) + spec.nbytes

@@ -10,6 +10,7 @@ symmetric = true
 scale_dtype = "f16"
 quantizer = "rtn"                   # another way to the codes than the method's
 format = "dense"                    # how it is stored: see docs/numbers.md
+activations = "token"               # inputs rounded when the model runs: "token", "tensor", "static" or "none"
 order = "none"                      # the quantiser's own options, as on the command line; mse = true for the range search
 
 [[rule]]
@@ -35,23 +36,52 @@ import difflib
 import re
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from calib.methods import Method, get_method
-from formats.codec import codec_names, default_codec
+from formats.codec import codec_names, default_codec, get_codec
 from formats.fates import DATA_FREE, Keep, Quantise, Rule
+from quant.activations import ActivationScheme
 from quant.errors import RecipeError, SchemeError
 from quant.quantizer import Option, quantizer_names
 from quant.scheme import Blocks, Scheme, Zero
 
-DEFAULT_BITS, DEFAULT_GROUP = 4, 64
 PRESETS = Path(__file__).parent / "presets"
 _OPTIONS = ("order", "scale_policy", "damping", "asymmetric")
 _PARTS_OF_A_SCHEME = ("bits", "group_size", "symmetric", "scale_dtype")
-_OF_A_SCHEME = ("scheme", *_PARTS_OF_A_SCHEME, "format", "quantizer", "mse", *_OPTIONS)
+_OF_A_SCHEME = ("scheme", *_PARTS_OF_A_SCHEME, "format", "activations", "quantizer", "mse", *_OPTIONS)
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What the command line says of every matrix alike, where a rule of a recipe does not say otherwise.
+
+    Attributes:
+        options: those of the method's quantiser.
+        mse: a search of ranges without data.
+        codec: how it is stored; None: what most engines read.
+        activations: how inputs are rounded; None: they stay in float.
+    """
+
+    options: tuple[Option, ...] = ()
+    mse: bool = False
+    codec: str | None = None
+    activations: ActivationScheme | None = None
+
+
+def usual_activations(codec: str | None) -> ActivationScheme | None:
+    """How inputs are rounded where nothing is said of them: per token in a layout that exists for rounded inputs only."""
+    needed = codec is not None and get_codec(codec).input_refusal(None) is not None
+    return ActivationScheme("token") if needed else None
+
+
+def parse_activations(text: str) -> ActivationScheme | None:
+    """``none``, or an activation scheme by its name. Raises SchemeError."""
+    return None if text == "none" else ActivationScheme.parse(text)
 
 
 class RuleModel(BaseModel):
@@ -68,6 +98,7 @@ class RuleModel(BaseModel):
     symmetric: bool | None = None
     scale_dtype: Literal["f16", "bf16", "f32"] | None = None
     format: str | None = None
+    activations: str | None = None
     quantizer: str | None = None
     order: Literal["energy", "none"] | None = None
     scale_policy: Literal["static", "updated"] | None = None
@@ -75,8 +106,8 @@ class RuleModel(BaseModel):
     asymmetric: float | None = Field(default=None, ge=0, le=1)
     mse: bool | None = None
 
-    def rule(self, method: Method, options: tuple[Option, ...], mse: bool, codec: str | None) -> Rule:
-        """The rule; ``options`` are those of the command line for the method's quantiser, ``mse`` its range search."""
+    def rule(self, method: Method, own: Own) -> Rule:
+        """The rule; ``own`` holds where it does not say otherwise."""
         if self.match.startswith("re:"):
             try:
                 re.compile(self.match[3:])
@@ -97,43 +128,39 @@ class RuleModel(BaseModel):
             )
         if self.format is not None and self.format not in codec_names():
             raise RecipeError(f"rule {self.match!r}: no such format: {self.format!r} (there are: {', '.join(codec_names())})")
-        schemes = self._schemes(method.scheme)
-        fates = [self._fate(scheme, method.quantizer, dict(options), mse, self.format or codec) for scheme in schemes]
+        fates = [self._fate(scheme, method.quantizer, own) for scheme in self._schemes(method)]
         return Rule(self.match, fates[0], tuple(fates[1:]))
 
-    def _schemes(self, of_method: str | None) -> list[Scheme]:
+    def _schemes(self, method: Method) -> list[Scheme]:
         """The scheme, and those for shapes that it does not fit."""
         parts = [name for name in _PARTS_OF_A_SCHEME if getattr(self, name) is not None]
         if self.scheme is not None and parts:
             raise RecipeError(f"rule {self.match!r}: scheme says all of a scheme and leaves no place for {', '.join(parts)}")
-        named = self.scheme or (None if parts else of_method)
+        named = self.scheme or (None if parts else method.scheme)
         if named is not None:
             return [Scheme.parse(named)]
         sizes = self.group_size if isinstance(self.group_size, list) else [self.group_size]
         if not sizes:
             raise RecipeError(f"rule {self.match!r}: group_size is an empty list")
-        bits, zero = DEFAULT_BITS if self.bits is None else self.bits, "zp" if self.symmetric is False else "sym"
-        return [
-            Scheme(bits, cast(Zero, zero), DEFAULT_GROUP if size is None else size, self.scale_dtype or "f16") for size in sizes
-        ]
+        usual = Scheme.parse(method.usual)
+        bits, zero = usual.bits if self.bits is None else self.bits, "zp" if self.symmetric is False else "sym"
+        scale = self.scale_dtype or usual.scale
+        return [Scheme(bits, cast(Zero, zero), usual.blocks if size is None else size, scale) for size in sizes]
 
-    def _fate(
-        self,
-        scheme: Scheme,
-        method_quantizer: str,
-        given: dict[str, str | float | bool],
-        default_mse: bool,
-        codec: str | None,
-    ) -> Quantise:
+    def _fate(self, scheme: Scheme, method_quantizer: str, own: Own) -> Quantise:
         quantizer = self.quantizer or method_quantizer
-        inherited = given if quantizer == method_quantizer else {}
-        own = {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
-        if own and quantizer == DATA_FREE:
-            raise RecipeError(f"rule {self.match!r}: {quantizer} has no option {', '.join(own)}")
-        check_options(inherited | own, f"rule {self.match!r}: ")
-        options = tuple(sorted((inherited | own).items()))
-        mse = default_mse if self.mse is None else self.mse
-        return Quantise(scheme, quantizer, codec or default_codec(scheme), options, mse)
+        inherited = dict(own.options) if quantizer == method_quantizer else {}
+        said = {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
+        if said and quantizer == DATA_FREE:
+            raise RecipeError(f"rule {self.match!r}: {quantizer} has no option {', '.join(said)}")
+        check_options(inherited | said, f"rule {self.match!r}: ")
+        options = tuple(sorted((inherited | said).items()))
+        mse = own.mse if self.mse is None else self.mse
+        named = self.format or own.codec
+        activations = own.activations if self.activations is None else parse_activations(self.activations)
+        if self.activations is None and activations is None and self.format is not None:
+            activations = usual_activations(self.format)
+        return Quantise(scheme, quantizer, named or default_codec(scheme, activations), options, mse, activations)
 
 
 class RecipeModel(BaseModel):
@@ -177,10 +204,8 @@ def find_recipe(name: str) -> Path:
     raise RecipeError(f"no such recipe: {name!r} ({hint}presets: {', '.join(preset_names())}; or the path of a .toml file)")
 
 
-def load_recipe(
-    path: Path, method: str, options: tuple[Option, ...] = (), mse: bool = False, codec: str | None = None
-) -> tuple[Rule, ...]:
-    """Rules of a recipe file; ``options``, ``mse`` and ``codec`` of the command line hold where a rule does not say otherwise.
+def load_recipe(path: Path, method: str, own: Own | None = None) -> tuple[Rule, ...]:
+    """Rules of a recipe file; ``own`` holds where a rule does not say otherwise.
 
     Raises:
         RecipeError: no such file, not TOML, an unknown key or a value of the wrong kind, or another method than asked for.
@@ -199,4 +224,4 @@ def load_recipe(
         raise RecipeError(f"{path}: {place}: {first['msg'].lower()} (known: {known})") from None
     if found.method is not None and found.method != method:
         raise RecipeError(f"{path} is a recipe for {found.method!r}, but the command line asks for {method!r}")
-    return tuple(rule.rule(get_method(method), options, mse, codec) for rule in found.rule)
+    return tuple(rule.rule(get_method(method), own or Own()) for rule in found.rule)

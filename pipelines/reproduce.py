@@ -10,7 +10,7 @@ import typer
 from calib.corpora import load_corpus
 from calib.tokenizer import TextTokenizer
 from calib.windows import evaluation_windows, tokenise
-from eval.lab4 import ActivationResult, Lab4, LabResult, OutlierFigures, load_lab4, misses, run_lab4
+from eval.lab4 import ActivationResult, DecompositionResult, Lab4, LabResult, OutlierFigures, load_lab4, misses, run_lab4
 from formats.sources import Source, resolve
 from pipelines.cli import HELP_OPTIONS, run_app
 from pipelines.progress import Progress, announce
@@ -50,7 +50,13 @@ def main(
 
     import torch  # heavy imports come after every check
 
-    from eval.lab4_activations import activation_misses, largest_inputs, outliers, run_activation_rows
+    from eval.lab4_activations import (
+        activation_misses,
+        largest_inputs,
+        outliers,
+        run_activation_rows,
+        run_decomposition_rows,
+    )
     from eval.perplexity import window_losses
     from formats.reader import load_model
 
@@ -65,15 +71,17 @@ def main(
         largest = largest_inputs(loaded, ids)
         found = outliers(loaded, largest)
         rounded = list(run_activation_rows(loaded, figures, windows, largest, report))
+    with progress.stage("mixed decomposition", unit="row") as report:
+        decomposed = list(run_decomposition_rows(loaded, figures, windows, largest, report))
     published = source.requested == figures.published_model
     comparable = published or source.requested == figures.embedded_model
     wrong = misses(figures, baseline, results, published) if comparable else []
-    wrong += activation_misses(figures, found, rounded, published) if comparable else []
+    wrong += activation_misses(figures, found, rounded, decomposed, published) if comparable else []
     if as_json:
-        print(json.dumps(_record(said, baseline, results, wrong) | _activation_record(found, rounded)))
+        print(json.dumps(_record(said, baseline, results, wrong) | _activation_record(found, rounded, decomposed)))
     else:
         _show(said, windows.describe(), figures, baseline, results)
-        _show_activations(figures, found, rounded)
+        _show_activations(figures, found, rounded, decomposed)
         if comparable and not wrong:
             print("every figure that is known for this model came out within its tolerance")
     if wrong:
@@ -140,14 +148,29 @@ def _show(said: str, windows: str, figures: Lab4, baseline: float, results: list
     console.print(table)
 
 
-def _activation_record(found: OutlierFigures, results: list[ActivationResult]) -> dict[str, Any]:
+def _activation_record(
+    found: OutlierFigures, results: list[ActivationResult], decomposed: list[DecompositionResult]
+) -> dict[str, Any]:
     rows = [
         {"label": r.row.label, "alpha": r.row.alpha, "perplexity": r.perplexity, "published": r.row.published} for r in results
     ]
-    return {"outliers": found.model_dump(), "activation_rows": rows}
+    mixed = [
+        {
+            "label": r.row.label,
+            "threshold": r.row.threshold,
+            "outlier_share": r.outlier_share,
+            "nbytes": r.nbytes,
+            "bits_per_weight": r.bits_per_weight,
+            "perplexity": r.perplexity,
+        }
+        for r in decomposed
+    ]
+    return {"outliers": found.model_dump(), "activation_rows": rows, "decomposition_rows": mixed}
 
 
-def _show_activations(figures: Lab4, found: OutlierFigures, results: list[ActivationResult]) -> None:
+def _show_activations(
+    figures: Lab4, found: OutlierFigures, results: list[ActivationResult], decomposed: list[DecompositionResult]
+) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -157,7 +180,17 @@ def _show_activations(figures: Lab4, found: OutlierFigures, results: list[Activa
     for r in results:
         before = "-" if r.row.embedded is None else f"{r.row.embedded:.4f}"
         table.add_row(r.row.label, f"{r.perplexity:.4f}", f"{r.row.published:.4f}", before)
+    for mixed in decomposed:
+        before = "-" if mixed.row.embedded is None else f"{mixed.row.embedded:.4f}"
+        table.add_row(mixed.row.label, f"{mixed.perplexity:.4f}", "-", before)
     console.print(table)
+    for mixed in decomposed:
+        console.print(
+            f"{mixed.row.label}: {mixed.outlier_share:.2%} of the input columns in 16 bits, {mixed.nbytes:,} bytes, "
+            f"{mixed.bits_per_weight:.3f} bits per weight",
+            markup=False,
+            highlight=False,
+        )
     table = Table("largest inputs", "here", "published (SmolLM2-135M)", "before (embedded)")
     columns = (found, figures.published_outliers, figures.embedded_outliers)
     table.add_row("worst layer", *(column.worst_layer for column in columns))

@@ -15,11 +15,21 @@ from calib.methods import METHODS, get_method
 from eval.capacity.implications import Assumptions
 from formats.codec import codec_names
 from pipelines.cli import HELP_OPTIONS, run_app
-from pipelines.options import default_output, device_name, own_options, rules_of, size_target, smoothing_share, window_count
+from pipelines.options import (
+    clips,
+    default_output,
+    device_name,
+    own_options,
+    rules_of,
+    size_target,
+    smoothing_of,
+    window_count,
+)
 from pipelines.prepare import Prepared, Request, prepare
 from pipelines.progress import Progress
-from pipelines.recipe import DEFAULT_BITS, DEFAULT_GROUP, preset_names
+from pipelines.recipe import preset_names
 from pipelines.summary import show_finished, show_plan
+from quant.activations import ALIASES as INPUT_NAMES
 from quant.errors import UsageError
 from quant.kvscheme import ALIASES as SHORT_NAMES
 from quant.kvscheme import KvScheme
@@ -42,10 +52,13 @@ def main(
     model: Annotated[
         str, typer.Option(help="A name of models.toml, a hub id (org/name or org/name@revision), or a folder.")
     ] = EMBEDDED,
-    bits: Annotated[int, typer.Option(help="Bits per code, 2 to 8.", rich_help_panel=_QUALITY)] = DEFAULT_BITS,
+    bits: Annotated[int, typer.Option(help="Bits per code, 2 to 8; smoothquant: 8.", rich_help_panel=_QUALITY)] = 4,
     group_size: Annotated[
-        str, typer.Option(metavar="N|channel|tensor", help="Weights that share a scale.", rich_help_panel=_QUALITY)
-    ] = str(DEFAULT_GROUP),
+        str,
+        typer.Option(
+            metavar="N|channel|tensor", help="Weights that share a scale; smoothquant: channel.", rich_help_panel=_QUALITY
+        ),
+    ] = "64",
     symmetric: Annotated[
         bool,
         typer.Option(
@@ -74,6 +87,34 @@ def main(
             show_default=False,
         ),
     ] = None,
+    activations: Annotated[
+        str | None,
+        typer.Option(
+            metavar="none|" + "|".join(INPUT_NAMES),
+            help="Round the inputs of the quantised matrices to 8 bits too, with a scale per token, per batch, or one that is "
+            "calibrated; token for smoothquant, else none.",
+            rich_help_panel=_QUALITY,
+            show_default=False,
+        ),
+    ] = None,
+    alpha: Annotated[
+        str | None,
+        typer.Option(
+            metavar="search|A",
+            help="smoothquant: how much of the inputs' range goes into the weights, 0 to 1; searched per group of matrices by "
+            "default.",
+            rich_help_panel=_QUALITY,
+            show_default=False,
+        ),
+    ] = None,
+    percentile: Annotated[
+        float | None,
+        typer.Option(
+            help="smoothquant: what stands for a channel's largest input, such as 99.9; 100, the maximum, by default.",
+            rich_help_panel=_QUALITY,
+            show_default=False,
+        ),
+    ] = None,
     recipe: Annotated[
         str | None,
         typer.Option(
@@ -85,7 +126,9 @@ def main(
     clip: Annotated[
         bool,
         typer.Option(
-            "--clip/--no-clip", help="Calibrated methods: also search how far to clip every block.", rich_help_panel=_QUALITY
+            "--clip/--no-clip",
+            help="Calibrated methods: also search how far to clip every block; not smoothquant, unless asked for.",
+            rich_help_panel=_QUALITY,
         ),
     ] = True,
     mse: Annotated[
@@ -154,14 +197,6 @@ def main(
             rich_help_panel=_QUALITY,
         ),
     ] = "none",
-    alpha: Annotated[
-        str,
-        typer.Option(
-            metavar="X|search",
-            help="smoothquant: share of the inputs' range that moves into the weights, 0 to 1; searched per group of matrices.",
-            rich_help_panel=_QUALITY,
-        ),
-    ] = "search",
     learn_iterations: Annotated[
         int, typer.Option(help="Methods with learned rounding: steps per block.", rich_help_panel=_QUALITY)
     ] = 60,
@@ -253,6 +288,7 @@ def main(
     chosen = get_method(method)
     scoring = get_convention(convention, window=window, bos=bos)
     own = own_options(context, method, order=order, scale_policy=scale_policy, damping=damping, asymmetric=asymmetric)
+    smoothing = smoothing_of(method, alpha, percentile)
     rules = rules_of(context, method, bits, group_size, symmetric, scale_dtype, recipe, own)
     checked = {
         "--calibration-windows": calibration_windows,
@@ -290,11 +326,11 @@ def main(
         output=output or default_output(model, method, rules, recipe),
         device=device_name(device),
         batch=batch,
-        clip=clip and not mse,
+        clip=clips(context, method),
+        smoothing=smoothing,
         tune_steps=tune,
         self_written_windows=self_written,
         learn_iterations=learn_iterations,
-        alpha=smoothing_share(context, method, alpha),
         target=size_target(context, target_bpw, target_bytes),
         kv_scheme=None if kv_cache == "none" else KvScheme.parse(kv_cache),
         force=force,

@@ -17,6 +17,7 @@ from calib.footprint import held_states_bytes, peak_bytes
 from formats.codec import get_codec
 from formats.fates import Alias, Keep, Quantise, TensorPlan
 from formats.folder import REPORT_NAME, WINDOWS_NAME
+from formats.inputs import inputs_advice
 from formats.manifest import Manifest, MeasurementRecord
 from formats.tables import embedding_advice
 from formats.units import size_text
@@ -33,7 +34,7 @@ def _console() -> Console:
 def _fate(plan: TensorPlan) -> tuple[str, str]:
     if isinstance(plan.fate, Quantise):
         copied = f" (a copy of {plan.copy_of})" if plan.copy_of else ""
-        return "quantise", f"{plan.fate.quantizer} {plan.fate.scheme} {plan.fate.codec}{copied}"
+        return "quantise", f"{plan.fate.quantizer} {plan.fate} {plan.fate.codec}{copied}"
     if isinstance(plan.fate, Keep):
         return "keep", f"{plan.fate.reason}{f', as {plan.stored_dtype}' if plan.fate.dtype else ''}"
     assert isinstance(plan.fate, Alias)
@@ -160,6 +161,7 @@ def _advice(prepared: Prepared) -> list[str]:
     plans = [plan for plan in prepared.plans if isinstance(plan.fate, Quantise)]
     fates = [plan.fate for plan in plans if isinstance(plan.fate, Quantise)]
     found = [sentence for fate in fates for sentence in get_codec(fate.codec).advice(fate.scheme)]
+    found += [sentence for fate in fates for sentence in inputs_advice(fate.activations)]
     return list(dict.fromkeys([*found, *embedding_advice(plan.module for plan in plans)]))
 
 
@@ -186,6 +188,9 @@ def _result_table(prepared: Prepared, manifest: Manifest) -> Table:
         f"{bits.whole_file:.4f} whole file ({bits.all_elements:,})",
     )
     table.add_row("weight files", f"{size_text(total)}, {total / source_bytes:.1%} of the source's {size_text(source_bytes)}")
+    inputs = Counter(record.activations or "float" for record in quantised)
+    if set(inputs) != {"float"}:
+        table.add_row("inputs", ", ".join(f"{count} matrices {name}" for name, count in inputs.items()))
     for measurement in manifest.measurements:
         table.add_row(measurement.name, _value(measurement))
     table.add_row("convention", prepared.request.convention.name)

@@ -32,7 +32,7 @@ from tests.test_tables import build
 from tests.tiny_runs import check_ledger, run, write_text
 
 IDS = torch.randint(0, 256, (5, 24), generator=torch.Generator().manual_seed(3))
-CALIBRATED = ["awq", "gptq", "awq+gptq"]
+CALIBRATED = ["awq", "gptq", "awq+gptq", "smoothquant", "smoothquant+gptq"]
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ def test_inputs_are_rounded_as_numpy_does() -> None:
     tensor = np.abs(wide).max() / np.float32(127)
     assert np.allclose(ActivationScheme.parse(NAMES[1]).rounded(x).numpy(), np.rint(wide / tensor) * tensor, atol=1e-6)
     static = ActivationScheme.parse(NAMES[2])
-    codes = np.clip(np.rint(wide / 0.01), -127, 127)
+    codes = np.clip(np.rint(wide / 0.01), -128, 127)
     assert np.allclose(static.rounded(x, torch.tensor([0.01])).numpy(), codes * 0.01, atol=1e-6)
     with pytest.raises(SchemeError, match="calibrated"):
         static.rounded(x)
@@ -146,8 +146,16 @@ def test_smoothing_helps_where_channels_stick_out(outlier_model: Path, tmp_path:
         ("awq", ("--alpha", "0.5"), "does not smooth"),
         ("smoothquant", ("--alpha", "2"), "from 0 to 1"),
         ("smoothquant", ("--alpha", "half"), "from 0 to 1"),
-        ("smoothquant", ("--bits", "4"), "names its own scheme"),
-        ("smoothquant", ("--format", "dense"), "rounded inputs"),
+        ("awq", ("--percentile", "99"), "does not smooth"),
+        ("smoothquant", ("--percentile", "0"), "above 0"),
+        ("smoothquant", ("--activations", "none"), "inputs that are rounded"),
+        ("smoothquant", ("--activations", "a8"), "no such activation scheme"),
+        ("smoothquant", ("--format", "pack-quantized"), "inputs stay in float"),
+        ("rtn", ("--bits", "8", "--group-size", "channel", "--format", "int-quantized", "--activations", "none"), "are rounded"),
+        ("rtn", ("--tune", "2", "--activations", "token"), "--tune does not know of rounded inputs"),
+        ("rtn", ("--target-bpw", "4", "--activations", "token"), "a size target does not know"),
+        ("learned", ("--activations", "token"), "learned rounding does not know"),
+        ("gptq", ("--asymmetric", "0.5", "--activations", "token"), "--asymmetric does not know"),
     ],
 )
 def test_what_makes_no_sense_is_refused(

@@ -62,7 +62,7 @@ def check_ledger(folder: Path, manifest: Manifest) -> None:
     for path in weight_files(folder):
         line, size = lines[path.name], path.stat().st_size
         tensors, metadata, header_bytes = read_header(path, path.name)
-        by_suffix = dict.fromkeys((*MATRIX_PARTS, "weight_global_scale", "kept"), 0)
+        by_suffix = dict.fromkeys((*MATRIX_PARTS, "weight_global_scale", "input_scale", "kept"), 0)
         for name, info in tensors.items():
             suffix = "weight_packed" if info.dtype == "I8" and name.endswith(".weight") else name.rpartition(".")[2]
             by_suffix[suffix if suffix in by_suffix else "kept"] += info.nbytes
@@ -71,6 +71,7 @@ def check_ledger(folder: Path, manifest: Manifest) -> None:
         assert (line.codes_bytes, line.scales_bytes) == (by_suffix["weight_packed"], scales)
         assert (line.zeros_bytes, line.shape_bytes) == (by_suffix["weight_zero_point"], by_suffix["weight_shape"])
         assert (line.kept_bytes, line.header_bytes) == (by_suffix["kept"], header_bytes)
+        assert line.input_scales_bytes == by_suffix["input_scale"]
         assert metadata["format"] == "pt"
         assert list(metadata) == sorted(metadata)
         assert int(metadata["bitledger.codes_bytes"]) == sum(each.codes_bytes for each in manifest.ledger)

@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from formats.codec import Part
+from quant.activations import ActivationScheme
 from quant.errors import SchemeError, SourceError
 from quant.scheme import Scheme
 
@@ -43,9 +44,11 @@ class Dense:
 
     name = "dense"
     quant_method = None
-    activations = None
 
     def refusal(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:
+        return None
+
+    def input_refusal(self, activations: ActivationScheme | None) -> str | None:
         return None
 
     def advice(self, scheme: Scheme) -> tuple[str, ...]:

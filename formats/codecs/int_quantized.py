@@ -1,14 +1,15 @@
-"""The ``int-quantized`` layout of compressed-tensors: 8-bit weights for inputs that are rounded to 8 bits too (W8A8).
+"""The ``int-quantized`` layout of compressed-tensors: 8-bit weights as plain int8, for matrices whose inputs are rounded too.
 
-====================  =====  ===========  =============================================
-part                  dtype  shape        content
-====================  =====  ===========  =============================================
-weight                I8     [out, in]    codes as they are
-weight_scale          float  [out, 1]     one scale per output row; [1] for the whole matrix
-====================  =====  ===========  =============================================
+====================  =====  ====================  ===========================================================================
+part                  dtype  shape                 content
+====================  =====  ====================  ===========================================================================
+weight                I8     [out, in]             signed codes
+weight_scale          float  [out, 1] or [1]       stored scales (channel, tensor)
+input_scale           F32    [1]                   only with static inputs: their calibrated scale (``formats.inputs``)
+====================  =====  ====================  ===========================================================================
 
-Inputs get one scale per token, found when the token arrives (``a8-token-dynamic``): nothing is stored for them.
-Source: compressed-tensors 0.20.1 (its reader) and vLLM 0.32 (its kernels); engines refuse the layout without rounded inputs.
+Engines have W8A8 kernels for it and nothing else: without ``input_activations`` in its group they refuse it, so int8 weights
+with float inputs are ``pack-quantized``. Source: compressed-tensors 0.20.1 (its reader) and vLLM 0.32 (its kernels).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from formats.codec import Part
+from formats.inputs import INPUTS_KEY
 from quant.activations import ActivationScheme
 from quant.errors import SchemeError
 from quant.scheme import Blocks, ScaleType, Scheme
@@ -35,26 +37,28 @@ class IntQuantized:
 
     name = "int-quantized"
     quant_method = "compressed-tensors"
-    activations = ActivationScheme("token", dynamic=True)
 
     def refusal(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:
         if not scheme.integer or scheme.bits != 8 or not scheme.symmetric or isinstance(scheme.blocks, int):
-            return "int-quantized holds 8-bit symmetric weights with a scale per channel or per tensor (int8-sym-channel-f32)"
+            return "int-quantized holds symmetric 8-bit integers with one scale per output channel or per tensor"
         return None
 
+    def input_refusal(self, activations: ActivationScheme | None) -> str | None:
+        return "int-quantized is for matrices whose inputs are rounded too" if activations is None else None
+
     def advice(self, scheme: Scheme) -> tuple[str, ...]:
-        return (f"inputs of these matrices are rounded while running ({self.activations}): measured so here, and so in engines",)
+        return ()
 
     def layout(self, scheme: Scheme, shape: tuple[int, int]) -> tuple[Part, ...]:
-        grid: tuple[int, ...] = (1,) if scheme.blocks == "tensor" else scheme.block_grid(shape)
-        return (Part("weight", "I8", shape, "codes"), Part("weight_scale", _SCALE_DTYPE[scheme.scale], grid, "scales"))
+        scales: tuple[int, ...] = (1,) if scheme.blocks == "tensor" else (shape[0], 1)
+        return Part("weight", "I8", shape, "codes"), Part("weight_scale", _SCALE_DTYPE[scheme.scale], scales, "scales")
 
     def pack(self, qtensor: QTensor) -> dict[str, Tensor]:
         reason = self.refusal(qtensor.scheme, qtensor.shape)
         if reason:
             raise SchemeError(f"{qtensor.scheme} on a {list(qtensor.shape)} matrix: {reason}")
-        scales = qtensor.scales.reshape(1) if qtensor.scheme.blocks == "tensor" else qtensor.scales.contiguous()
-        return {"weight": qtensor.codes.contiguous(), "weight_scale": scales}
+        shape = self.layout(qtensor.scheme, qtensor.shape)[1].shape
+        return {"weight": qtensor.codes.contiguous(), "weight_scale": qtensor.scales.reshape(shape).contiguous()}
 
     def unpack(self, parts: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int]) -> QTensor:
         from quant.qtensor import QTensor
@@ -62,21 +66,14 @@ class IntQuantized:
         return QTensor(scheme, parts["weight"], parts["weight_scale"].reshape(scheme.block_grid(shape)), None)
 
     def config_group(self, scheme: Scheme, targets: list[str]) -> dict[str, Any]:
-        integer = {"num_bits": 8, "type": "int", "symmetric": True}
-        return {
-            "targets": targets,
-            "format": self.name,
-            "weights": {**integer, "strategy": scheme.blocks, "dynamic": False},
-            "input_activations": {**integer, "strategy": self.activations.sharing, "dynamic": self.activations.dynamic},
-            "output_activations": None,
-        }
+        weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": scheme.blocks, "dynamic": False}
+        return {"targets": targets, "format": self.name, "weights": weights, INPUTS_KEY: None, "output_activations": None}
 
     def scheme_of_group(self, group: Mapping[str, Any], scale_dtype: str) -> Scheme:
-        weights, inputs = group["weights"], group["input_activations"]
-        if weights["num_bits"] != 8 or not weights["symmetric"] or scale_dtype not in _SCALE_TYPE:
-            raise SchemeError(f"int-quantized holds 8-bit symmetric weights with float scales, not {dict(weights)}")
-        if not inputs or (inputs["strategy"], inputs["dynamic"], inputs["num_bits"]) != ("token", True, 8):
-            raise SchemeError(f"int-quantized is read with inputs of {self.activations}, not {inputs}")
+        weights = group["weights"]
+        said = (weights.get("num_bits"), weights.get("type"), weights.get("symmetric"))
+        if said != (8, "int", True) or scale_dtype not in _SCALE_TYPE:
+            raise SchemeError(f"int-quantized holds symmetric 8-bit integers with float scales, not {weights} with {scale_dtype}")
         return Scheme(8, "sym", cast(Blocks, weights["strategy"]), cast(ScaleType, _SCALE_TYPE[scale_dtype]))
 
 

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from formats.codec import Part
+from quant.activations import ActivationScheme
 from quant.errors import SchemeError
 from quant.scheme import Blocks, ScaleType, Scheme
 
@@ -42,7 +43,6 @@ class PackQuantized:
 
     name = "pack-quantized"
     quant_method = "compressed-tensors"
-    activations = None
 
     def refusal(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:
         if not scheme.integer:
@@ -52,6 +52,9 @@ class PackQuantized:
         if isinstance(scheme.blocks, int) and shape[1] % scheme.blocks:
             return f"its {shape[1]} input columns are no multiple of the group size {scheme.blocks}"
         return None
+
+    def input_refusal(self, activations: ActivationScheme | None) -> str | None:
+        return None if activations is None else "pack-quantized is for matrices whose inputs stay in float"
 
     def advice(self, scheme: Scheme) -> tuple[str, ...]:
         found = []

@@ -84,6 +84,22 @@ def test_reference_reader_sees_the_same_weights(scheme: Scheme) -> None:
         assert torch.equal(seen, stored.dequantise()), (scheme, shape)
 
 
+@pytest.mark.parametrize("scheme", [scheme for scheme in INTEGERS if scheme.bits == 8], ids=str)
+def test_reference_reader_sees_the_same_int8_weights(scheme: Scheme) -> None:
+    from compressed_tensors.compressors.naive_quantized.base import IntQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    codec = get_codec("int-quantized")
+    for shape in SHAPES:
+        if codec.refusal(scheme, shape):
+            continue
+        stored = round_to_nearest(matrix(shape, 1), scheme)
+        parts = codec.pack(stored)
+        reference = QuantizationScheme.model_validate(codec.config_group(scheme, ["Linear"]))
+        wide = {**parts, "weight_scale": parts["weight_scale"].float()}
+        assert torch.equal(IntQuantizationCompressor.decompress(wide, reference)["weight"], stored.dequantise()), (scheme, shape)
+
+
 @pytest.mark.parametrize("name", codec_names())
 def test_config_group_names_the_scheme(name: str) -> None:
     codec = get_codec(name)

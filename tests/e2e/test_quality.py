@@ -66,6 +66,9 @@ def _losses(folder: Path, windows: Windows) -> WindowLosses:
 
 
 def test_lab4_comes_out_on_the_embedded_model(wikitext: Path) -> None:
+    import torch
+
+    from eval.lab4_activations import activation_misses, largest_inputs, outliers, run_activation_rows, run_decomposition_rows
     from formats.reader import load_model
 
     lab = load_lab4()
@@ -75,6 +78,16 @@ def test_lab4_comes_out_on_the_embedded_model(wikitext: Path) -> None:
     results = list(run_lab4(model, lab, windows, lambda done, total: None))
     assert [len(_tokens(wikitext).ids), len(results)] == [304_986, len(lab.row)]
     assert misses(lab, baseline, results, published=False) == []
+    first, length = lab.calibration_start, lab.window_tokens
+    ids = torch.from_numpy(_tokens(wikitext).ids[first : first + lab.calibration_windows * length].reshape(-1, length).copy())
+    largest = largest_inputs(model, ids)
+    found = outliers(model, largest)
+    assert found.worst_layer == "model.layers.11.mlp.down_proj"
+    rounded = list(run_activation_rows(model, lab, windows, largest, lambda done, total: None))
+    decomposed = list(run_decomposition_rows(model, lab, windows, largest, lambda done, total: None))
+    assert [result.row.label for result in rounded] == ["W8A8", "SmoothQuant 0.5", "SmoothQuant 0.8"]
+    assert decomposed[0].nbytes == 110_042_560
+    assert activation_misses(lab, found, rounded, decomposed, published=False) == []
 
 
 @pytest.mark.parametrize(("zero", "fake"), [("--symmetric", 44.6065), ("--zero-point", 40.9775)])

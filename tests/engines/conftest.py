@@ -16,7 +16,8 @@ Artefact = Callable[[str, str], Path]
 def artefact(tmp_path_factory: pytest.TempPathFactory) -> Artefact:
     """``artefact(method, way)`` -> folder of the embedded model at 4 bits, groups of 64.
 
-    ``way`` is ``--symmetric``, ``--zero-point``, or ``head``: the tied output head at 4 bits too, the embedding in float.
+    ``way`` is ``--symmetric``, ``--zero-point``, ``head``: the tied output head at 4 bits too, the embedding in float; or
+    ``token`` or ``static``: 8 bits, and the inputs rounded so.
     """
     made: dict[tuple[str, str], Path] = {}
 
@@ -29,6 +30,8 @@ def artefact(tmp_path_factory: pytest.TempPathFactory) -> Artefact:
                 recipe = folder.with_suffix(".toml")
                 recipe.write_text('[[rule]]\nmatch = "lm_head"\n[[rule]]\nmatch = "*"\n')
                 scheme = ("--recipe", str(recipe))
+            if zero in ("token", "static"):
+                scheme = ("--bits", "8", "--group-size", "channel", "--activations", zero)
             made[method, zero] = quantise(folder, method, *scheme, *small)
         return made[method, zero]
 

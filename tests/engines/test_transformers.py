@@ -27,3 +27,29 @@ def test_transformers_computes_what_our_reader_computes(zero: str, artefact: Art
         ours = load_model(folder, dtype="float32")(ids).logits
     assert theirs.std() > 1  # a model with random weights would be flat
     torch.testing.assert_close(theirs, ours, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("inputs", ["token", "static"])
+def test_transformers_rounds_inputs_as_our_reader_does(inputs: str, artefact: Artefact) -> None:
+    """W8A8: an input near the middle of two codes may fall to either side, and a dynamic scale there is max / 127.5, not / 127.
+
+    So what is compared is far below what rounding the inputs costs at all.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from formats.reader import Artefact as Stored
+    from formats.reader import load_model
+
+    folder = artefact("smoothquant", inputs)
+    ids = torch.arange(100, 164)[None] * 300
+    with torch.inference_mode():
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
+        model = load_model(folder, dtype="float32")
+        ours = model(ids).logits
+        for module in Stored(folder).modules():
+            model.get_submodule(module)._forward_pre_hooks.clear()
+        weights_only = model(ids).logits
+    apart, cost = float((theirs - ours).norm()), float((weights_only - ours).norm())
+    print(f"{inputs}: {apart / cost:.3f} of what rounding inputs costs")
+    assert apart < (1.0 if inputs == "token" else 0.5) * cost

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 import calib.awq
-from calib.awq import AwqBlock, ScaledBlock
+from calib.awq import AwqBlock
 from calib.graph import FeedGroup, FromLinear, FromNorm, linear_names
+from calib.scaling import ScaledBlock
+from formats.fates import Quantise
 from formats.reader import load_model
 from quant.scheme import Scheme
 from quant.transforms.awq import Consumer, ScaleChoice, search_clipping, search_factors
@@ -204,10 +206,12 @@ def test_a_fold_to_nan_is_undone(trace: Callable[[str], Traced]) -> None:
 
 
 def scaled(traced: Traced, keep: tuple[str, ...] = ()) -> ScaledBlock:
-    schemes = {
-        key: Scheme(3, "sym", 16) for key, value in traced.weights.items() if value.ndim == 2 and not key.startswith(keep or "-")
+    fates = {
+        key: Quantise(Scheme(3, "sym", 16))
+        for key, value in traced.weights.items()
+        if value.ndim == 2 and not key.startswith(keep or "-")
     }
-    return AwqBlock(traced.runner, clip=True).scale(0, traced.inputs, traced.groups, schemes, traced.dtypes)
+    return AwqBlock(traced.runner, clip=True).scale(0, traced.inputs, traced.groups, fates, traced.dtypes)
 
 
 @pytest.mark.parametrize("name", FOLDING)
