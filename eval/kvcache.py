@@ -62,11 +62,19 @@ class StaticScales:
     values: Sequence[Tensor | None]
 
     def check(self) -> None:
-        """Raise SchemeError where all scales are one number: then nothing was calibrated."""
+        """Raise SchemeError where a scale is not finite or not above 0, or all are one number: then nothing was calibrated."""
+        self.check_each()
         for name, scales in (("key", self.keys), ("value", self.values)):
             flat = [scale.flatten() for scale in scales if scale is not None]
             if len(flat) > 1 and bool((torch.cat(flat) == flat[0][0]).all()):
                 raise SchemeError(f"all {name} scales are {float(flat[0][0]):g}: the cache was not calibrated")
+
+    def check_each(self) -> None:
+        """Raise SchemeError for a scale that is not finite or not above 0."""
+        for name, scales in (("key", self.keys), ("value", self.values)):
+            for layer, scale in enumerate(scales):
+                if scale is not None and not bool((torch.isfinite(scale) & (scale > 0)).all()):
+                    raise SchemeError(f"a {name} scale of layer {layer} is not finite or not above 0: calibrate the cache again")
 
 
 class _Observer(DynamicLayer):
@@ -117,9 +125,12 @@ class QuantisedLayer(DynamicLayer):
         super().reset()
 
     def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` tokens; ValueError, as in the library's own caches, for a number above 0."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
         if tokens_to_remove and self._stored is not None:
-            left = self.get_seq_length() - abs(tokens_to_remove)
-            self._change("narrow", -2, 0, max(left, 0))
+            self._change("narrow", -2, 0, max(self.get_seq_length() + tokens_to_remove, 0))
+            self._change("clone")  # a view would keep the memory of all tokens
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._change("index_select", 0, beam_idx)
@@ -142,8 +153,8 @@ class QuantisedCache(Cache):
     def __init__(self, config: Any, scheme: KvScheme, scales: StaticScales | None = None) -> None:
         text = check_config(config, scheme)
         count = int(text.num_hidden_layers)
-        if scheme.static and (scales is None or len(scales.keys) != count or len(scales.values) != count):
-            raise SchemeError(f"{scheme} needs calibrated scales for {count} layers")
+        self._shape = _head_shape(text)
+        _check_scales(scheme, scales, count, *self._shape)
         keys, values = (scales.keys, scales.values) if scales is not None else ([None] * count, [None] * count)
         super().__init__(layers=[QuantisedLayer(scheme, k, v) for k, v in zip(keys, values, strict=True)])
 
@@ -152,16 +163,59 @@ class QuantisedCache(Cache):
         """Bytes held for tokens over all layers."""
         return sum(layer.nbytes for layer in self.layers if isinstance(layer, QuantisedLayer))
 
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Raises SchemeError for heads that are not those of the configuration: the promised bytes would not be the held ones."""
+        for name, states in (("keys", key_states), ("values", value_states)):
+            found = (states.shape[1], states.shape[3])
+            if found != self._shape:
+                raise SchemeError(
+                    f"layer {layer_idx} caches {name} of {found[0]} heads x {found[1]} channels, the configuration says "
+                    f"{self._shape[0]} x {self._shape[1]}: a cache of this kind is not supported, use a float cache (none)"
+                )
+        read: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return read
+
 
 def check_config(config: Any, scheme: KvScheme) -> Any:
-    """The text configuration, after checking that every layer keeps all its tokens and a head can be stored so."""
+    """The text configuration, after checking that every layer caches keys and values of its own and a head can be stored so.
+
+    Layers with a sliding window keep all their tokens too, and the mask hides those outside the window.
+    """
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise SchemeError(f"a cache of {', '.join(sorted(kinds))} layers is not supported yet: only full attention is")
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    scheme.check(int(head_dim))
+    if not kinds <= {"full_attention", "sliding_attention"}:
+        raise SchemeError(f"a cache of {', '.join(sorted(kinds))} layers is not supported yet: only attention to tokens is")
+    for key, meaning in (("kv_lora_rank", "latent vectors"), ("num_kv_shared_layers", "keys and values of other layers")):
+        if getattr(text, key, None):
+            raise SchemeError(
+                f"{scheme}: the model caches {meaning} ({key}), not keys and values of each layer: use a float cache (none)"
+            )
+    scheme.check(_head_shape(text)[1])
     return text
+
+
+def _head_shape(text: Any) -> tuple[int, int]:
+    """Heads and channels of cached keys and values."""
+    heads = int(text.num_attention_heads)
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return int(getattr(text, "num_key_value_heads", None) or heads), int(head_dim)
+
+
+def _check_scales(scheme: KvScheme, scales: StaticScales | None, layers: int, kv_heads: int, head_dim: int) -> None:
+    """Raise SchemeError unless ``scales`` are calibrated ones of this scheme for this cache."""
+    if not scheme.static and scales is None:
+        return
+    if scales is None or len(scales.keys) != layers or len(scales.values) != layers:
+        raise SchemeError(f"{scheme} needs calibrated scales for {layers} layers")
+    wanted = {"token": None, "channel": (kv_heads, 1, head_dim), "tensor": (1, 1, 1)}
+    for name, sharing, found in (("keys", scheme.keys, scales.keys), ("values", scheme.values, scales.values)):
+        for layer, scale in enumerate(found):
+            shape = None if scale is None else tuple(scale.shape)
+            if shape != wanted[sharing]:
+                raise SchemeError(f"{scheme}: scales of {name} in layer {layer} have shape {shape}, expected {wanted[sharing]}")
+    scales.check_each()
 
 
 class WithCache:

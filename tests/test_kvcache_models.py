@@ -1,0 +1,151 @@
+"""The quantised cache in models of other families: memory, layers with a window, and what must be refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from eval.kvcache import QuantisedCache, StaticScales, calibrate
+from quant.errors import SchemeError
+from quant.kvscheme import KvScheme
+
+IDS = torch.randint(1, 256, (2, 24), generator=torch.Generator().manual_seed(0))
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+WINDOWED: dict[str, dict[str, Any]] = {
+    "Mistral": {"sliding_window": 8},
+    "Qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+    "Gemma2": {"sliding_window": 8, "head_dim": 16},
+    "Gemma3Text": {"sliding_window": 8, "head_dim": 16, "num_hidden_layers": 6},
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 2,
+}
+
+
+def model(name: str, **changes: Any) -> Any:
+    """A tiny model whose attention is sharp enough to notice what it reads."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **changes})
+    made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for weights in made.parameters():
+            if weights.dim() == 2:
+                weights.mul_(6)
+    return made
+
+
+def storage_bytes(cache: QuantisedCache) -> int:
+    """Bytes of the memory behind the tensors, not of the tensors."""
+    found = 0
+    for layer in cache.layers:
+        for stored in layer._stored:  # type: ignore[union-attr]
+            found += sum(part.untyped_storage().nbytes() for part in (stored.codes, stored.scales) if part is not None)
+    return found
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_layers_with_a_window_see_what_they_see_without_a_cache(name: str) -> None:
+    """Scales per token, one pass over the window against six tokens at a time; the window of 8 is well inside the 24 tokens."""
+    windowed = model(name, **WINDOWED[name])
+    scheme = KvScheme.parse("int8-token")
+    whole, pieces = (QuantisedCache(windowed.config, scheme) for _ in range(2))
+    with torch.inference_mode():
+        plain = windowed(IDS, use_cache=False).logits
+        found = windowed(IDS, use_cache=True, cache=whole).logits
+        parts = [windowed(part, use_cache=True, cache=pieces).logits for part in torch.split(IDS, 6, dim=1)]
+        unlimited = model(name, **{**WINDOWED[name], "sliding_window": 4096})(IDS, use_cache=False).logits
+    largest = float(plain.abs().max())
+    assert float((torch.cat(parts, dim=1) - found).abs().max()) < 1e-3 * largest
+    assert 0 < float((found - plain).abs().max()) < 0.03 * largest
+    assert float((unlimited - plain).abs().max()) > 0.1 * largest, "the window hid nothing"
+    assert whole.nbytes == IDS.numel() * scheme.bytes_per_token(len(whole.layers), 2, 16)
+    assert [tuple(keys.shape) for keys in calibrate(windowed, IDS).keys] == [(2, 1, 16)] * len(whole.layers)
+
+
+def test_cropped_tokens_give_their_memory_back() -> None:
+    llama = model("Llama")
+    for batch in (IDS, IDS[:1]):
+        cache = QuantisedCache(llama.config, KvScheme.parse("int4-ktoken-vtoken-g8"))
+        with torch.inference_mode():
+            llama(batch, use_cache=True, cache=cache)
+        before = storage_bytes(cache)
+        cache.crop(-20)
+        assert storage_bytes(cache) == cache.nbytes == before // 6
+
+
+def test_crop_means_what_it_means_in_the_library() -> None:
+    from transformers import DynamicCache
+
+    llama = model("Llama")
+    ours, theirs = QuantisedCache(llama.config, KvScheme.parse("int8-token")), DynamicCache(config=llama.config)
+    with torch.inference_mode():
+        for cache in (ours, theirs):
+            llama(IDS, use_cache=True, cache=cache)
+    for remove in (0, -5, -19):
+        for cache in (ours, theirs):
+            cache.crop(remove)
+        assert ours.get_seq_length() == theirs.get_seq_length()
+    for cache in (ours, theirs):
+        with pytest.raises(ValueError, match="crop"):
+            cache.crop(4)
+
+
+def test_a_cache_of_latent_vectors_is_refused() -> None:
+    """Its bytes would not be heads times channels, nor would the library cache what the scheme describes."""
+    latent = model("DeepseekV3", **LATENT)
+    with pytest.raises(SchemeError, match="kv_lora_rank"):
+        QuantisedCache(latent.config, KvScheme.parse("int8-token"))
+
+
+def test_heads_that_are_not_those_of_the_configuration_are_refused() -> None:
+    """Falcon caches one head whatever ``num_key_value_heads`` says: the promised bytes would be twice the held ones."""
+    falcon = model("Falcon")
+    cache = QuantisedCache(falcon.config, KvScheme.parse("int8-token"))
+    with pytest.raises(SchemeError, match="caches keys of 1 heads x 16 channels, the configuration says 2 x 16"):
+        falcon(IDS, use_cache=True, cache=cache)
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (torch.ones(1, 1, 1), "have shape"),
+        (None, "have shape None"),
+        (torch.ones(1, 1, 16), "have shape"),
+        (torch.full((2, 1, 16), float("nan")), "not finite"),
+        (torch.full((2, 1, 16), float("inf")), "not finite"),
+        (torch.zeros(2, 1, 16), "not above 0"),
+        (-torch.ones(2, 1, 16), "not above 0"),
+    ],
+)
+def test_scales_of_another_scheme_or_of_no_calibration_are_refused(scale: torch.Tensor | None, message: str) -> None:
+    """R78 and its kind: a damaged or foreign scale fails, it is not broadcast and not taken for 1.0."""
+    config = model("Llama").config
+    good = torch.rand(2, 1, 16) + 1
+    for keys in ([good, scale], [scale, good]):
+        scales = StaticScales(keys, [None, None])
+        with pytest.raises(SchemeError, match=message):
+            QuantisedCache(config, KvScheme.parse("int8"), scales)
+        if message.startswith("not"):
+            with pytest.raises(SchemeError, match=message):
+                scales.check()
+    QuantisedCache(config, KvScheme.parse("int8"), StaticScales([good, good], [None, None]))
+    with pytest.raises(SchemeError, match="have shape"):
+        QuantisedCache(config, KvScheme.parse("int8-token"), StaticScales([good, good], [None, None]))
