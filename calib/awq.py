@@ -36,6 +36,7 @@ class ScaledBlock:
         shrink: range factors per matrix (``scheme.block_grid``), where clipping was searched.
         folded: names of kept parameters whose values changed.
         choices: what the search found, by the first consumer of each feed group.
+        unreached: matrices that no token reached, where evidence was gathered: neither scaled nor clipped.
     """
 
     weights: Weights
@@ -43,6 +44,7 @@ class ScaledBlock:
     folded: set[str] = field(default_factory=set)
     choices: dict[str, ScaleChoice] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
+    unreached: set[str] = field(default_factory=set)
 
 
 class AwqBlock:
@@ -82,13 +84,9 @@ class AwqBlock:
             return block
         wanted = [group for group in groups if any(f"{name}.weight" in schemes for name in group.consumers)]
         evidence = gather_groups(runner, index, wanted, inputs)
-        wanted = self._reached(block, wanted, evidence, place)
+        block.unreached = {name for group in wanted if not evidence[group.consumers[0]].tokens for name in group.consumers}
+        wanted = [group for group in wanted if group.consumers[0] not in block.unreached]
         sample = inputs.sample(runner.SAMPLE)
-
-        def apply(changed: Mapping[str, Tensor]) -> None:
-            for name, value in changed.items():
-                runner.skeleton.set(prefix + name, value)
-
         before = {name: value for name, value in block.weights.items() if name not in schemes}
         for group in reversed(wanted) if self.scaling else ():
             found = evidence[group.consumers[0]]
@@ -100,7 +98,7 @@ class AwqBlock:
                 group,
                 factors,
                 dtypes,
-                apply,
+                partial(self._apply, prefix),
                 Observer(partial(self._look, index, sample, inputs, group)),
                 f"{place}.{group.consumers[0]}",
             )
@@ -113,17 +111,9 @@ class AwqBlock:
                 self._clip(block, group, evidence[group.consumers[0]], schemes, prefix)
         return block
 
-    def _reached(
-        self, block: ScaledBlock, groups: Sequence[FeedGroup], evidence: Mapping[str, Evidence], place: str
-    ) -> list[FeedGroup]:
-        """The groups that any token reached; for the others plain rounding is left, which is noted."""
-        found = []
-        for group in groups:
-            if evidence[group.consumers[0]].tokens:
-                found.append(group)
-            else:
-                block.notes += [Note("no-evidence", f"{place}.{name}: no token reached it") for name in group.consumers]
-        return found
+    def _apply(self, prefix: str, changed: Mapping[str, Tensor]) -> None:
+        for name, value in changed.items():
+            self.runner.skeleton.set(prefix + name, value)
 
     def _look(self, index: int, sample: Tensor, inputs: BlockInputs, group: FeedGroup) -> list[tuple[Tensor, float]]:
         """What the group's matrices compute, and what the block adds to its input (with a slack for the float noise of a sum)."""

@@ -180,6 +180,8 @@ class BlockwiseDriver:
                 found = evidence.get(group.consumers[0])
                 for name in names:
                     outcomes[name] = self._code(prefix + name, scaled.weights[name], fates[name], found, scaled.shrink.get(name))
+                    if name.removesuffix(".weight") in scaled.unreached and found is None:
+                        self.result.notes.append(Note("no-evidence", f"{prefix}{name}: no token reached it: rounded to nearest"))
                     now[name] = outcomes[name].qtensor.dequantise()
                     self.runner.skeleton.set(prefix + name, now[name])
         missed = sorted(set(fates) - set(outcomes))

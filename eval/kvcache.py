@@ -8,7 +8,7 @@ attention are called.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 from quant.errors import SchemeError
 from quant.kvcache import Stored, restore, static_scales, store
 from quant.kvscheme import KvScheme, Sharing
+
+Progress = Callable[[int, int], None]
 
 
 @dataclass
@@ -148,15 +150,24 @@ class QuantisedLayer(DynamicLayer):
 
 
 class QuantisedCache(Cache):
-    """A cache for ``generate`` and for plain passes. Raises SchemeError for a model that it cannot serve."""
+    """A cache for ``generate`` and for plain passes; with ``only``, all but these layers stay in float.
 
-    def __init__(self, config: Any, scheme: KvScheme, scales: StaticScales | None = None) -> None:
+    Raises SchemeError for a model that it cannot serve.
+    """
+
+    def __init__(
+        self, config: Any, scheme: KvScheme, scales: StaticScales | None = None, only: frozenset[int] | None = None
+    ) -> None:
         text = check_config(config, scheme)
         count = int(text.num_hidden_layers)
         self._shape = _head_shape(text)
         _check_scales(scheme, scales, count, *self._shape)
         keys, values = (scales.keys, scales.values) if scales is not None else ([None] * count, [None] * count)
-        super().__init__(layers=[QuantisedLayer(scheme, k, v) for k, v in zip(keys, values, strict=True)])
+        layers: list[Any] = [
+            QuantisedLayer(scheme, k, v) if only is None or layer in only else DynamicLayer()
+            for layer, (k, v) in enumerate(zip(keys, values, strict=True))
+        ]
+        super().__init__(layers=layers)
 
     @property
     def nbytes(self) -> int:
@@ -221,11 +232,13 @@ def _check_scales(scheme: KvScheme, scales: StaticScales | None, layers: int, kv
 class WithCache:
     """A model whose every call starts with an empty quantised cache and fills it; for whatever measures ``model(ids).logits``."""
 
-    def __init__(self, model: Any, scheme: KvScheme, scales: StaticScales | None = None) -> None:
-        self.model, self.scheme, self.scales = model, scheme, scales
+    def __init__(
+        self, model: Any, scheme: KvScheme, scales: StaticScales | None = None, only: frozenset[int] | None = None
+    ) -> None:
+        self.model, self.scheme, self.scales, self.only = model, scheme, scales, only
 
     def __call__(self, ids: Tensor, **kwargs: Any) -> Any:
-        cache = QuantisedCache(self.model.config, self.scheme, self.scales)
+        cache = QuantisedCache(self.model.config, self.scheme, self.scales, self.only)
         return self.model(ids, use_cache=True, cache=cache)
 
     def __getattr__(self, name: str) -> Any:
@@ -233,13 +246,37 @@ class WithCache:
 
 
 @torch.inference_mode()
-def calibrate(model: Any, ids: Tensor, batch: int = 1) -> KvEvidence:
-    """Magnitudes of everything that ``model`` caches on windows ``[n, length]``. Raises SchemeError where nothing is cached."""
+def calibrate(model: Any, ids: Tensor, batch: int = 1, progress: Progress | None = None) -> KvEvidence:
+    """Magnitudes of everything that ``model`` caches on windows ``[n, length]``.
+
+    Rotation makes the range of a key's channel depend on where the token stands: slow channels have not turned far in a short
+    window. Scores depend on distances only, so the windows are spread over all positions of a model that rotates its keys.
+
+    Raises:
+        SchemeError: layers that cache nothing.
+    """
     evidence = KvEvidence()
-    count = int(model.config.get_text_config().num_hidden_layers)
-    for rows in torch.split(ids, batch):
+    text = model.config.get_text_config()
+    count = int(text.num_hidden_layers)
+    starts = _starts(text, len(ids), ids.shape[1])
+    device = next(model.parameters()).device
+    done = 0
+    for rows, begin in zip(torch.split(ids, batch), torch.split(starts, batch), strict=True):
         cache = Cache(layers=[_Observer(layer, evidence) for layer in range(count)])
-        model(rows, use_cache=True, cache=cache)
+        positions = begin[:, None] + torch.arange(ids.shape[1])
+        model(rows.to(device), position_ids=positions.to(device), use_cache=True, cache=cache)
+        done += len(rows)
+        if progress is not None:
+            progress(done, len(ids))
     if len(evidence.keys) != count:
         raise SchemeError(f"{len(evidence.keys)} of {count} layers put keys into the cache: its format is not supported")
     return evidence
+
+
+def _starts(text: Any, windows: int, length: int) -> Tensor:
+    """First position of every calibration window: evenly over the model's positions, or 0 where keys are not rotated."""
+    room = int(getattr(text, "max_position_embeddings", 0) or 0) - length
+    rotates = getattr(text, "rope_parameters", None) or getattr(text, "rope_theta", None)
+    if not rotates or room <= 0 or windows < 2:
+        return torch.zeros(windows, dtype=torch.int64)
+    return torch.linspace(0, room, windows).round().to(torch.int64)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from quant.scheme import Scheme
 
@@ -37,6 +37,26 @@ class LabRow(_Strict):
     magnitude_only: bool = False
 
 
+class ActivationRow(_Strict):
+    """A row with rounded activations: ``alpha`` of SmoothQuant, or none; int8 weights per channel, int8 inputs per batch."""
+
+    label: str
+    alpha: float | None = None
+    published: float
+    embedded: float | None = None
+
+
+class OutlierFigures(_Strict):
+    """Largest input channel against the median one: of the worst layer, over all layers, and of the weights."""
+
+    worst_layer: str
+    largest: float = Field(gt=0)
+    median: float = Field(gt=0)
+    ratio: float = Field(gt=0)
+    median_ratio: float = Field(gt=0)
+    worst_weight_ratio: float = Field(gt=0)
+
+
 class Lab4(_Strict):
     """The lab's fixed inputs and figures; see ``lab4.toml``."""
 
@@ -49,7 +69,14 @@ class Lab4(_Strict):
     float_tolerance: float
     published_tolerance: float
     embedded_tolerance: float
+    calibration_start: int
+    calibration_windows: int
+    outlier_tolerance: float
+    activation_tolerance: float
+    published_outliers: OutlierFigures
+    embedded_outliers: OutlierFigures
     row: tuple[LabRow, ...]
+    activation_row: tuple[ActivationRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +87,14 @@ class LabResult:
     bits_per_weight: float
     nbytes: float
     mean_relative_error: float
+    perplexity: float
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationResult:
+    """A measured row with rounded activations."""
+
+    row: ActivationRow
     perplexity: float
 
 

@@ -23,11 +23,16 @@ def recheck_measurements(folder: Path, manifest: Manifest) -> str | None:
     from pyarrow import parquet
 
     rows = parquet.read_table(folder / WINDOWS_NAME).to_pydict()
-    if any(sum(count or 0 for count in rows[f"{model}_nonfinite"]) for model in ("float", "artefact")):
+    models = [model for model in ("float", "artefact", "cache") if f"{model}_nats" in rows]
+    if any(sum(count or 0 for count in rows[f"{model}_nonfinite"]) for model in models):
         return "rows with losses that are not finite: their perplexities are not computed again"
     scored = sum(rows["scored_predictions"])
-    before, after = (math.fsum(rows[f"{model}_nats"]) / scored for model in ("float", "artefact"))
+    before, after, *cached = (math.fsum(rows[f"{model}_nats"]) / scored for model in models)
     expected = {"perplexity_float": _exp(before), "perplexity": _exp(after), "ln_perplexity_ratio": after - before}
+    if cached:
+        expected |= {"perplexity_kv": _exp(cached[0]), "ln_perplexity_ratio_kv": cached[0] - after}
+    if (manifest.kv_cache is not None) != bool(cached):
+        raise Broken("measurements", "rows with a quantised cache do not go with the manifest's cache", file=WINDOWS_NAME)
     found = {measurement.name: measurement.value for measurement in manifest.measurements}
     for name, value in expected.items():
         actual = found.get(name)

@@ -30,33 +30,40 @@ SCHEMA = pa.schema(
 )
 
 
-def window_rows(before: WindowLosses, after: WindowLosses, windows: Windows) -> pd.DataFrame:
+# Only where a quantised cache was measured: the artefact's weights with that cache.
+CACHE_FIELDS = (pa.field("cache_nats", pa.float64(), nullable=False), pa.field("cache_nonfinite", pa.int64()))
+
+
+def window_rows(before: WindowLosses, after: WindowLosses, windows: Windows, cached: WindowLosses | None = None) -> pd.DataFrame:
     """Rows of the float model (``before``) and the artefact (``after``) on ``windows``; columns and units as in ``SCHEMA``.
+
+    ``cached`` are the losses with a quantised cache.
 
     Raises:
         UsageError: the losses are not of the same windows, or not of these.
     """
     n = len(windows.ids) + (windows.tail is not None)
-    for losses in (before, after):
+    for losses in (before, after, *(() if cached is None else (cached,))):
         if len(losses.nats) != n or losses.windows_digest not in ("", windows.digest):
             raise UsageError(f"losses of {len(losses.nats)} windows are not those of these {n}: measure both models on the same")
-    if not np.array_equal(before.scored, after.scored):
+    if not all(np.array_equal(before.scored, losses.scored) for losses in (after, cached or after)):
         raise UsageError("the two models were scored on different predictions: measure both on the same windows")
     number = np.arange(n, dtype=np.int64)
     first = windows.span[0] + number * windows.stride
     if windows.bos == "once":  # the start token before the whole text takes a place in window 0 only
         first[1:] -= 1
-    return pd.DataFrame(
-        {
-            "window": number,
-            "first_token": first,
-            "scored_predictions": before.scored,
-            "float_nats": before.nats,
-            "artefact_nats": after.nats,
-            "float_nonfinite": _nonfinite(before),
-            "artefact_nonfinite": _nonfinite(after),
-        }
-    )
+    columns = {
+        "window": number,
+        "first_token": first,
+        "scored_predictions": before.scored,
+        "float_nats": before.nats,
+        "artefact_nats": after.nats,
+        "float_nonfinite": _nonfinite(before),
+        "artefact_nonfinite": _nonfinite(after),
+    }
+    if cached is not None:
+        columns |= {"cache_nats": cached.nats, "cache_nonfinite": _nonfinite(cached)}
+    return pd.DataFrame(columns)
 
 
 def _nonfinite(losses: WindowLosses) -> pd.Series[int]:
@@ -69,7 +76,8 @@ def _nonfinite(losses: WindowLosses) -> pd.Series[int]:
 
 def rows_bytes(frame: pd.DataFrame) -> bytes:
     """The parquet file of ``frame``: the same rows give the same bytes under the same versions of pandas and pyarrow."""
-    table = pa.Table.from_pandas(frame, schema=SCHEMA, preserve_index=False)
+    schema = pa.schema([*SCHEMA, *CACHE_FIELDS]) if "cache_nats" in frame else SCHEMA
+    table = pa.Table.from_pandas(frame, schema=schema, preserve_index=False)
     sink = io.BytesIO()
     pq.write_table(table, sink)
     return sink.getvalue()

@@ -14,7 +14,9 @@ from typing import Any
 
 from formats.codec import get_codec
 from formats.fates import Quantise, TensorPlan
+from formats.kv_files import engine_block
 from formats.tables import is_head, is_table, untied_config
+from quant.kvscheme import KvScheme
 from quant.scheme import Scheme
 
 # The release whose layout is followed; informational, no reader checks it.
@@ -56,7 +58,7 @@ def fused_differences(plans: Sequence[TensorPlan]) -> list[str]:
     return found
 
 
-def quantization_config(plans: Sequence[TensorPlan]) -> dict[str, Any]:
+def quantization_config(plans: Sequence[TensorPlan], kv_scheme: KvScheme | None = None) -> dict[str, Any]:
     """The block for a plan; what stays in float is ignored by name, the output head too if it is tied and not in the plan.
 
     Quantised tables and heads are always named: for vLLM a head is no Linear, and for no reader is an embedding one.
@@ -82,7 +84,7 @@ def quantization_config(plans: Sequence[TensorPlan]) -> dict[str, Any]:
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "ignore": ignored,
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": engine_block(kv_scheme),
         "config_groups": groups,
     }
 

@@ -1,4 +1,4 @@
-"""Is an artefact what its manifest says? Eight checks, cheap ones first; the first broken thing is named and ends it.
+"""Is an artefact what its manifest says? Nine checks, cheap ones first; the first broken thing is named and ends it.
 
 =========  ==========================================================================================================
 manifest   readable, of a known format
@@ -9,6 +9,7 @@ headers    every tensor in the weight files is a recorded part, with its type, s
            the headers say of method and bytes; the index
 ledger     every tensor has one fate; sums per file, totals, bits per weight; measurements were made on these files
 config     the quantization block of config.json says what was stored, and ignores what was not quantised
+kv cache   config.json says of the cache what the record says; its scales are there, finite, above 0 and not all the same
 codecs     the recorded parts are what the codec lays out; one matrix per codec and scheme unpacks and packs to the same bytes
 =========  ==========================================================================================================
 
@@ -29,6 +30,7 @@ from formats.broken import Broken, named
 from formats.config_block import check_config
 from formats.folder import INDEX_NAME, allowed_roots, inside
 from formats.header import TensorInfo, read_header
+from formats.kv_check import check_kv_cache
 from formats.manifest import NAME, Manifest
 from formats.records import PartRecord
 from formats.round_trip import check_codecs
@@ -70,8 +72,12 @@ def verify_folder(folder: Path, *, report: Report | None = None, progress: Progr
         f"{len(manifest.tensors)} source tensors, {sum(line.total_bytes for line in manifest.ledger):,} bytes accounted for",
     )
     with named("config", "config.json"):
-        block = check_config(_load_object(folder / "config.json"), manifest.tensors)
+        config = _load_object(folder / "config.json")
+        block = check_config(config, manifest.tensors)
     say("config", block)
+    cache = check_kv_cache(folder, manifest, config)
+    if cache is not None:
+        say("kv cache", cache)
     say("codecs", check_codecs(folder, manifest.tensors, stored))
     return manifest
 
@@ -116,7 +122,7 @@ def _check_hashes(folder: Path, manifest: Manifest, total: int, progress: Progre
 
 def _check_headers(folder: Path, manifest: Manifest) -> dict[str, TensorInfo]:
     """Headers, records and index against each other; returns where each stored tensor lies."""
-    parts = {(part.file, part.name): part for record in manifest.tensors for part in record.parts}
+    parts = {(part.file, part.name): part for part in manifest.stored_parts()}
     headers = {line.file: line.header_bytes for line in manifest.ledger}
     stored: dict[str, TensorInfo] = {}
     said: dict[str, dict[str, str]] = {}

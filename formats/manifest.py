@@ -11,7 +11,7 @@ import importlib.metadata
 import json
 import platform
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +25,7 @@ from formats.records import (
     HashedFile,
     IntervalRecord,
     Json,
+    KvCacheRecord,
     LedgerLine,
     MeasurementRecord,
     NoteRecord,
@@ -46,6 +47,7 @@ __all__ = [
     "FileRecord",
     "HashedFile",
     "IntervalRecord",
+    "KvCacheRecord",
     "LedgerLine",
     "Manifest",
     "MeasurementRecord",
@@ -88,6 +90,7 @@ class Manifest(Record):
     notes: list[NoteRecord]
     deployment: Deployment
     run: RunRecord
+    kv_cache: KvCacheRecord | None = None
 
     @classmethod
     def load(cls, path: Path) -> Manifest:
@@ -141,6 +144,14 @@ class Manifest(Record):
                 raise CoverageError(f"{file.name}: {file.nbytes} bytes in the manifest, {actual} on disk; no manifest is written")
         return write_bytes_atomically(folder / NAME, self.text().encode())
 
+    def stored_parts(self) -> list[PartRecord]:
+        """Every tensor in the weight files: those that source tensors became, and what engines read of a cache."""
+        return [part for record in self.tensors for part in record.parts] + self.weight_scales()
+
+    def weight_scales(self) -> list[PartRecord]:
+        """The cache's scales as far as they lie in a weight file."""
+        return scales_in_weights(self.kv_cache, {line.file for line in self.ledger})
+
     def check_coverage(self, source_names: Iterable[str]) -> None:
         """Raise CoverageError unless every source tensor has exactly one record (an alias or a copy may be new)."""
         counts = Counter(record.name for record in self.tensors)
@@ -161,7 +172,9 @@ class Manifest(Record):
         for record in self.tensors:
             record.check()
         self.check_coverage(record.name for record in self.tensors)
-        stored = Counter(part.name for record in self.tensors for part in record.parts)
+        if self.kv_cache is not None:
+            self.kv_cache.check()
+        stored = Counter(part.name for part in self.stored_parts())
         repeated = sorted(name for name, count in stored.items() if count > 1)
         if repeated:
             raise CoverageError(f"stored tensors that belong to two records: {', '.join(repeated[:_SHOWN])}")
@@ -173,7 +186,7 @@ class Manifest(Record):
         if sizes != {line.file: line.total_bytes for line in self.ledger} or len(self.ledger) != len(sizes):
             totals = [(line.file, line.total_bytes) for line in self.ledger]
             raise CoverageError(f"the ledger's totals {totals} are not the sizes of the weight files {sizes}")
-        expected = build_ledger(self.tensors, {line.file: line.header_bytes for line in self.ledger})
+        expected = build_ledger(self.tensors, {line.file: line.header_bytes for line in self.ledger}, self.weight_scales())
         for line, right in zip(self.ledger, expected, strict=True):
             if line != right:
                 raise CoverageError(f"{line.file}: the ledger says {_sums(line)}, but its tensors give {_sums(right)}")
@@ -186,17 +199,25 @@ def _sums(line: LedgerLine) -> str:
     return ", ".join(f"{name} {value}" for name, value in line if name != "file")
 
 
-def build_ledger(tensors: Iterable[TensorRecord], header_bytes: Mapping[str, int]) -> list[LedgerLine]:
+def scales_in_weights(cache: KvCacheRecord | None, weight_files: Collection[str]) -> list[PartRecord]:
+    """The parts of a cache's record that lie in one of ``weight_files``."""
+    return [part for part in cache.parts if part.file in weight_files] if cache is not None else []
+
+
+def build_ledger(
+    tensors: Iterable[TensorRecord], header_bytes: Mapping[str, int], others: Iterable[PartRecord] = ()
+) -> list[LedgerLine]:
     """One line per weight file (the keys of ``header_bytes``, in their order) from the parts' recorded bytes.
+
+    ``others`` are stored tensors that belong to no source tensor.
 
     Raises CoverageError for a part in a file that has no header count.
     """
     sums = {file: Counter[str]() for file in header_bytes}
-    for record in tensors:
-        for part in record.parts:
-            if part.file not in sums:
-                raise CoverageError(f"{part.name} is recorded in {part.file}, which is no weight file of the ledger")
-            sums[part.file][part.role] += part.nbytes
+    for part in [*(part for record in tensors for part in record.parts), *others]:
+        if part.file not in sums:
+            raise CoverageError(f"{part.name} is recorded in {part.file}, which is no weight file of the ledger")
+        sums[part.file][part.role] += part.nbytes
     return [
         LedgerLine(
             file=file,
@@ -207,6 +228,7 @@ def build_ledger(tensors: Iterable[TensorRecord], header_bytes: Mapping[str, int
             kept_bytes=roles["kept"],
             header_bytes=header_bytes[file],
             total_bytes=roles.total() + header_bytes[file],
+            kv_scales_bytes=roles["kv_scales"],
         )
         for file, roles in sums.items()
     ]

@@ -19,8 +19,10 @@ from formats.checkpoint import TORCH_DTYPES
 from formats.codec import get_codec
 from formats.folder import INDEX_NAME, SINGLE_NAME
 from formats.header import TensorInfo, read_header
+from formats.kv_files import CONFIG_KEY, plan_kv
 from formats.skeleton import Skeleton, model_config, quiet_transformers
 from quant.errors import CoverageError, SourceError
+from quant.kvscheme import KvScheme
 from quant.qtensor import QTensor
 
 _PACKED = "weight_packed"
@@ -45,7 +47,9 @@ class Artefact:
 
     def tensor(self, name: str) -> Tensor:
         """A stored tensor as an own copy."""
-        info = self.tensors[name]
+        return self._read(self.tensors[name])
+
+    def _read(self, info: TensorInfo) -> Tensor:
         with (self.folder / info.file).open("rb") as file:
             file.seek(info.start)
             data = bytearray(file.read(info.nbytes))
@@ -83,12 +87,32 @@ class Artefact:
     def float_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter under its float name, quantised ones dequantised to float32."""
         packed = set(self.modules())
+        scales = self._engine_scales()
         for module in packed:
             yield f"{module}.weight", self.qtensor(module).dequantise()
         for name in self.tensors:
             module, _, leaf = name.rpartition(".")
-            if module not in packed or leaf == "bias":
+            if (module not in packed or leaf == "bias") and name not in scales:
                 yield name, self.tensor(name)
+
+    def _engine_scales(self) -> set[str]:
+        """Names of the cache's scales among the weights, which belong to no parameter."""
+        block = self.config.get("quantization_config") or {}
+        return (
+            {name for name in self.tensors if name.endswith((".k_scale", ".v_scale"))} if block.get("kv_cache_scheme") else set()
+        )
+
+    def kv_cache(self) -> tuple[KvScheme, dict[tuple[str, int], Tensor]] | None:
+        """The cache's scheme and its calibrated float32 scales by (side, layer), or None where config.json tells of no cache."""
+        entry = self.config.get(CONFIG_KEY)
+        if entry is None:
+            return None
+        scheme = KvScheme.parse(entry["scheme"])
+        plan = plan_kv(self.config, self.tensors, scheme)
+        stored = self.tensors
+        if entry["scales"] is not None:
+            stored = read_header(self.folder / entry["scales"], entry["scales"])[0]
+        return scheme, {(side, layer): self._read(stored[spec.name]) for side, layer, spec in plan.scales}
 
 
 def load_model(folder: Path, dtype: str = "float32", report: Callable[[int, int], None] | None = None) -> Any:

@@ -14,10 +14,11 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 
 from quant.errors import CoverageError
+from quant.kvscheme import KvScheme
 
 _QUANTISED_ROLES = ("codes", "scales", "zeros")
 
-Role = Literal["codes", "scales", "zeros", "shape", "kept"]
+Role = Literal["codes", "scales", "zeros", "shape", "kept", "kv_scales"]
 
 
 def _inside(name: str) -> str:
@@ -129,6 +130,43 @@ class LedgerLine(Record):
     kept_bytes: Count
     header_bytes: Count
     total_bytes: Count
+    kv_scales_bytes: Count = 0
+
+
+class KvCacheRecord(Record):
+    """How the cache is meant to be stored, with its exact bytes, and the calibrated scales, which no source tensor became.
+
+    ``file`` holds the scales: a weight file where engines read them (they are then in the ledger), a side file otherwise, None
+    where the scheme has none. ``bytes_per_token`` counts codes and the scales that come with a token over all layers;
+    ``calibration_tokens`` is how many tokens the scales were calibrated on.
+    """
+
+    scheme: str
+    layers: Count
+    kv_heads: Count
+    head_dim: Count
+    bytes_per_token: Count
+    static_bytes: Count
+    calibration_tokens: Count = 0
+    file: FileName | None = None
+    parts: list[PartRecord] = []
+
+    def check(self) -> None:
+        """Raise CoverageError unless the bytes are those of the scheme and the parts lie in the file."""
+        scheme = KvScheme.parse(self.scheme)
+        per_token = scheme.bytes_per_token(self.layers, self.kv_heads, self.head_dim)
+        static = scheme.static_bytes(self.layers, self.kv_heads, self.head_dim)
+        if (self.bytes_per_token, self.static_bytes) != (per_token, static):
+            raise CoverageError(
+                f"{self.scheme}: {self.bytes_per_token} bytes per token and {self.static_bytes} of calibrated scales recorded, "
+                f"but the scheme gives {per_token} and {static}"
+            )
+        stored = sum(part.nbytes for part in self.parts)
+        places = {(part.file, part.role) for part in self.parts}
+        if stored != static or places != ({(self.file, "kv_scales")} if self.parts else set()):
+            raise CoverageError(
+                f"{self.scheme}: its {len(self.parts)} scales have {stored} bytes in {self.file}, expected {static}"
+            )
 
 
 class BitsPerWeight(Record):

@@ -20,6 +20,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
+from pipelines.memory import keep_freed_memory
 from quant.errors import BitledgerError
 
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
@@ -48,6 +49,7 @@ def run_app(app: typer.Typer, args: Sequence[str] | None = None, prog: str | Non
     A BitledgerError becomes ``error: <its sentence>`` on standard error and its own exit code, a wrong option or argument one
     line and exit code 2, Ctrl-C one line and 130. Anything else is a defect of ours and keeps its traceback.
     """
+    keep_freed_memory()
     sys.exit(_run(get_command(app).main, args, prog))
 
 

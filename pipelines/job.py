@@ -27,11 +27,13 @@ from formats.engine_config import output_config, quantization_config
 from formats.experts import unfuse_experts, use_stored_names
 from formats.fates import Quantise
 from formats.folder import REPORT_NAME, WINDOWS_NAME
+from formats.kv_files import CONFIG_KEY, kv_config
 from formats.manifest import FileRecord, HashedFile, Manifest, MeasurementRecord, RunRecord
 from formats.output import OutputFolder
 from formats.reader import load_model
 from formats.skeleton import Skeleton
 from formats.writer import ShardedWriter, WrittenFile, copy_file, hash_file, write_bytes_atomically
+from pipelines.kv import CalibratedCache, calibrate_cache, check_cache, measure_stored_cache
 from pipelines.ledger import build_manifest
 from pipelines.prepare import Prepared, header_metadata
 from pipelines.progress import Progress
@@ -84,14 +86,15 @@ class Job:
         with OutputFolder(request.output, request.force) as folder:
             result, written = self._stored(folder)
             self._quantise_peak = peak_rss_bytes()
+            config = self._config(folder)
+            cache = self._cache(folder, written, result)
+            written = written if cache is None else cache.stored.written
             files = [
                 FileRecord(name=file.name, nbytes=file.nbytes, sha256=file.sha256, role=cast(Any, file.role)) for file in written
             ]
             files += self._side_files(folder)
-            files.append(self._config(folder))
-            measurements, rows = self._measure(
-                folder, {file.name: file.sha256 for file in written if file.role == "weights"}, source_files
-            )
+            files += [config, *(cache.files() if cache is not None else ())]
+            measurements, rows = self._measure(folder, files, source_files, cache, result)
             files.append(_write(folder, WINDOWS_NAME, rows_bytes(rows), "side"))
             manifest = build_manifest(
                 self.prepared,
@@ -102,6 +105,7 @@ class Job:
                 measurements=measurements,
                 source_files=source_files,
                 run=self._run(),
+                kv_cache=None if cache is None else cache.stored.record,
             )
             files.append(_write(folder, REPORT_NAME, run_plot(manifest, rows), "side"))
             manifest = manifest.model_copy(update={"files": sorted(files, key=lambda file: file.name)})
@@ -142,6 +146,7 @@ class Job:
         metadata = header_metadata(request.method.name, prepared.plans)
         skeleton = Skeleton(prepared.checkpoint.folder)
         use_stored_names(skeleton, prepared.checkpoint.tensors)
+        check_cache(skeleton.model.config, prepared.kv)
         skeleton.check_stored({name: info.shape for name, info in prepared.checkpoint.tensors.items()})
         result = Quantised()
         if request.self_written_windows and request.calibrates:
@@ -233,16 +238,36 @@ class Job:
 
     def _config(self, folder: Path) -> FileRecord:
         """config.json as in the source with exactly one quantisation block, untied where both halves of a pair are stored."""
-        block = quantization_config(self.prepared.plans)
+        kv = self.prepared.kv
+        block = quantization_config(self.prepared.plans, None if kv is None else kv.scheme)
         plain = output_config(self.prepared.checkpoint.plain_config(), self.prepared.plans)
-        config = plain | {"quantization_config": block}
+        config = plain | ({} if kv is None else {CONFIG_KEY: kv_config(kv)}) | {"quantization_config": block}
         data = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
         return _write(folder, "config.json", data, "config")
 
+    def _cache(self, folder: Path, written: tuple[WrittenFile, ...], result: Quantised) -> CalibratedCache | None:
+        """The cache's scales, calibrated on what was just written and stored beside it, where a cache was asked for."""
+        plan = self.prepared.kv
+        if plan is None:
+            return None
+        found = calibrate_cache(folder, self.prepared, plan, written, lambda: self._text().training, self.progress)
+        result.records = found.stored.moved(result.records)
+        result.notes += found.notes
+        return found
+
     def _measure(
-        self, folder: Path, subject: dict[str, str], source_files: list[HashedFile]
+        self,
+        folder: Path,
+        files: list[FileRecord],
+        source_files: list[HashedFile],
+        cache: CalibratedCache | None,
+        result: Quantised,
     ) -> tuple[list[MeasurementRecord], pd.DataFrame]:
-        """Perplexity of the float model and of the files just written on the same windows, their paired difference, the rows."""
+        """Perplexity of the float model and of the files just written on the same windows, their paired difference, the rows.
+
+        Where a cache was asked for, also what it costs when it is in the loop at every position.
+        """
+        subject = {file.name: file.sha256 for file in files if file.role == "weights"}
         baseline = {file.name: file.sha256 for file in source_files if file.name.endswith(".safetensors")}
         before = self._losses("evaluate float", self.prepared.checkpoint.folder)
         after = self._losses("evaluate artefact", folder)
@@ -257,7 +282,20 @@ class Job:
             ),
         ]
         records = [MeasurementRecord.model_validate(measurement.record()) for measurement in found]
-        return records, window_rows(before, after, windows)
+        if cache is None or self.prepared.kv is None:
+            return records, window_rows(before, after, windows)
+        more, quality, notes = measure_stored_cache(
+            folder,
+            self.prepared,
+            self.prepared.kv,
+            cache,
+            after,
+            subject=subject | {file.name: file.sha256 for file in cache.files()},
+            baseline=baseline,
+            progress=self.progress,
+        )
+        result.notes += notes
+        return records + more, window_rows(before, after, windows, quality.losses)
 
     def _losses(self, stage: str, folder: Path) -> WindowLosses:
         with self.progress.stage(stage, unit="window") as report:

@@ -19,6 +19,7 @@ from formats.manifest import (
     Digests,
     FileRecord,
     HashedFile,
+    KvCacheRecord,
     Manifest,
     MeasurementRecord,
     NoteRecord,
@@ -27,6 +28,7 @@ from formats.manifest import (
     WindowsRecord,
     build_bits_per_weight,
     build_ledger,
+    scales_in_weights,
     versions,
 )
 from formats.tables import is_table
@@ -45,6 +47,7 @@ def build_manifest(
     measurements: list[MeasurementRecord],
     source_files: list[HashedFile],
     run: RunRecord,
+    kv_cache: KvCacheRecord | None = None,
 ) -> Manifest:
     """The manifest of the artefact in ``folder``, whose ``files`` are all but the manifest itself.
 
@@ -53,7 +56,8 @@ def build_manifest(
     """
     request = prepared.request
     weights = [file for file in written if file.role == "weights"]
-    ledger = build_ledger(result.records, {file.name: file.header_bytes for file in weights})
+    headers = {file.name: file.header_bytes for file in weights}
+    ledger = build_ledger(result.records, headers, scales_in_weights(kv_cache, headers))
     source = prepared.source
     notes = [NoteRecord(kind=kind, where="plan", text=text) for kind, text in prepared.notes]
     manifest = Manifest(
@@ -81,6 +85,7 @@ def build_manifest(
         notes=notes + _grouped(result.notes),
         deployment=_deployment(prepared, folder),
         run=run,
+        kv_cache=kv_cache,
     )
     manifest.check_coverage(prepared.checkpoint.tensors)
     return manifest
@@ -109,7 +114,12 @@ def _cards(prepared: Prepared, weight_bytes: int, result: Quantised) -> list[dic
     traffic = weight_bytes if shape.tied else weight_bytes - sum(tables)
     return [
         implications(
-            shape, card, weight_bytes=weight_bytes, traffic_bytes=traffic, assumptions=prepared.request.assumptions
+            shape,
+            card,
+            weight_bytes=weight_bytes,
+            traffic_bytes=traffic,
+            kv_bytes=None if prepared.kv is None else prepared.kv.bytes_per_token,
+            assumptions=prepared.request.assumptions,
         ).record()
         for card in prepared.cards
     ]

@@ -31,8 +31,11 @@ class Own:
     mse: bool
 
 
-def quantizer_options(method: str, given: dict[str, str | float | None]) -> tuple[Option, ...]:
-    """The options of gptq that were given, checked. Raises UsageError where the method has no such quantiser."""
+def own_options(context: typer.Context, method: str, **given: str | float | None) -> Own:
+    """Options of gptq that were given, and ``--mse``, checked. Raises UsageError where the method has no such quantiser."""
+    mse = bool(context.params["mse"])
+    if mse and context.params["clip"] and was_given(context, "clip"):
+        raise UsageError("--mse and --clip choose the same ranges in two ways: give one of them")
     found = {name: value for name, value in given.items() if value is not None}
     flags = ", ".join("--" + name.replace("_", "-") for name in found)
     if found and get_method(method).quantizer != "gptq":
@@ -45,7 +48,7 @@ def quantizer_options(method: str, given: dict[str, str | float | None]) -> tupl
     if not 0 <= float(found.get("asymmetric", 0)) <= 1:
         raise UsageError(f"--asymmetric is a share from 0 to 1, not {found['asymmetric']}")
     check_options(found)
-    return tuple(sorted(found.items()))
+    return Own(tuple(sorted(found.items())), mse)
 
 
 def rules_of(

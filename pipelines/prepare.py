@@ -26,6 +26,7 @@ from eval.perplexity import check_positions
 from formats.checkpoint import Checkpoint
 from formats.engine_config import fused_differences, output_config
 from formats.fates import DATA_FREE, Quantise, Rule, TensorPlan
+from formats.kv_files import KvPlan, engine_sentence, plan_kv, with_kv_shard
 from formats.output import check_output
 from formats.planning import plan_fates, plan_notes
 from formats.shards import ShardPlan, plan_shards
@@ -34,6 +35,7 @@ from formats.sources import Source, resolve
 from pipelines.problems import Problems
 from pipelines.progress import announce
 from quant.errors import SourceError, UsageError
+from quant.kvscheme import KvScheme
 
 MANIFEST_ROOM_BYTES = 2_000_000
 
@@ -61,6 +63,7 @@ class Request:
     self_written_windows: int
     learn_iterations: int
     target: SizeTarget | None
+    kv_scheme: KvScheme | None
     force: bool
     shard_bytes: int
     system_prompt: Path | None
@@ -87,7 +90,8 @@ class Request:
     @property
     def calibrates(self) -> bool:
         """Whether the run reads calibration windows."""
-        return self.needs_calibration or self.tune_steps > 0 or self.target is not None
+        static = self.kv_scheme is not None and self.kv_scheme.static
+        return self.needs_calibration or self.tune_steps > 0 or self.target is not None or static
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,7 @@ class Prepared:
     cards: tuple[Card, ...]
     shape: ModelShape | None
     system_prompt: str | None
+    kv: KvPlan | None = None
 
     @property
     def notes(self) -> tuple[tuple[str, str], ...]:
@@ -114,6 +119,8 @@ class Prepared:
         found = [("source", text) for text in self.checkpoint.notes]
         found += [("fused-siblings", text) for text in fused_differences(self.plans)]
         found += plan_notes(self.plans)
+        if self.kv is not None:
+            found.append(("kv-cache", engine_sentence(self.kv.scheme)))
         if self.calibration is not None and self.request.needs_calibration:
             found += calibration_notes(self.calibration.ids, self.plans, self.request.self_written_windows)
         return tuple(found)
@@ -154,6 +161,7 @@ def prepare(request: Request) -> Prepared:
         tuple(cards),
         planned.shape,
         prompt,
+        planned.kv,
     )
 
 
@@ -182,16 +190,27 @@ class _Planned:
     plans: tuple[TensorPlan, ...]
     shards: tuple[ShardPlan, ...]
     shape: ModelShape | None
+    kv: KvPlan | None = None
+
+
+def planned_shards(request: Request, plans: Sequence[TensorPlan], kv: KvPlan | None) -> tuple[ShardPlan, ...]:
+    """All weight files of a run, under the names and with the bytes that they will have."""
+    metadata = header_metadata(request.method.name, plans)
+    return with_kv_shard(plan_shards([plan.stored for plan in plans], metadata, request.shard_bytes), kv, metadata)
 
 
 def _planned(request: Request, checkpoint: Checkpoint, problems: Problems, *, with_shape: bool) -> _Planned:
     plans: tuple[TensorPlan, ...] = ()
     shards: tuple[ShardPlan, ...] = ()
     shape: ModelShape | None = None
+    kv: KvPlan | None = None
+    if request.kv_scheme is not None:
+        with problems.collect():
+            kv = plan_kv(checkpoint.plain_config(), checkpoint.tensors, request.kv_scheme)
     with problems.collect():
         plans = plan_fates(checkpoint, request.rules)
         _check_runnable(request, plans)
-        shards = plan_shards([plan.stored for plan in plans], header_metadata(request.method.name, plans), request.shard_bytes)
+        shards = planned_shards(request, plans, kv)
         if request.target is not None:
             request.target.budget(plans, sum(shard.nbytes for shard in shards))
     with problems.collect():
@@ -199,7 +218,7 @@ def _planned(request: Request, checkpoint: Checkpoint, problems: Problems, *, wi
     if with_shape:
         with problems.collect():
             shape = ModelShape.from_config(output_config(checkpoint.plain_config(), plans))
-    return _Planned(plans, shards, shape)
+    return _Planned(plans, shards, shape, kv)
 
 
 def _check_runnable(request: Request, plans: Sequence[TensorPlan]) -> None:

@@ -10,7 +10,7 @@ import typer
 from calib.corpora import load_corpus
 from calib.tokenizer import TextTokenizer
 from calib.windows import evaluation_windows, tokenise
-from eval.lab4 import Lab4, LabResult, load_lab4, misses, run_lab4
+from eval.lab4 import ActivationResult, Lab4, LabResult, OutlierFigures, load_lab4, misses, run_lab4
 from formats.sources import Source, resolve
 from pipelines.cli import HELP_OPTIONS, run_app
 from pipelines.progress import Progress, announce
@@ -43,10 +43,15 @@ def main(
     figures = load_lab4()
     text = load_corpus(corpus, report=announce)
     source, said = _source(figures, model)
-    tokens = tokenise(text, TextTokenizer.from_folder(source.folder), at_least=figures.windows * figures.window_tokens)
+    length, first = figures.window_tokens, figures.calibration_start
+    needed = first + figures.calibration_windows * length
+    tokens = tokenise(text, TextTokenizer.from_folder(source.folder), at_least=needed)
     windows = evaluation_windows(tokens, count=figures.windows, length=figures.window_tokens, bos="none")
 
-    from eval.perplexity import window_losses  # heavy imports come after every check
+    import torch  # heavy imports come after every check
+
+    from eval.lab4_activations import activation_misses, largest_inputs, outliers, run_activation_rows
+    from eval.perplexity import window_losses
     from formats.reader import load_model
 
     progress = Progress()
@@ -55,13 +60,22 @@ def main(
         baseline = window_losses(loaded, windows, progress=report).perplexity
     with progress.stage("lab4", unit="row") as report:
         results = list(run_lab4(loaded, figures, windows, report))
+    with progress.stage("activations", unit="row") as report:
+        ids = torch.from_numpy(tokens.ids[first:needed].reshape(-1, length).copy())
+        largest = largest_inputs(loaded, ids)
+        found = outliers(loaded, largest)
+        rounded = list(run_activation_rows(loaded, figures, windows, largest, report))
     published = source.requested == figures.published_model
     comparable = published or source.requested == figures.embedded_model
     wrong = misses(figures, baseline, results, published) if comparable else []
+    wrong += activation_misses(figures, found, rounded, published) if comparable else []
     if as_json:
-        print(json.dumps(_record(said, baseline, results, wrong)))
+        print(json.dumps(_record(said, baseline, results, wrong) | _activation_record(found, rounded)))
     else:
-        _show(said, windows.describe(), figures, baseline, results, comparable and not wrong)
+        _show(said, windows.describe(), figures, baseline, results)
+        _show_activations(figures, found, rounded)
+        if comparable and not wrong:
+            print("every figure that is known for this model came out within its tolerance")
     if wrong:
         raise NotReproduced("; ".join(wrong))
 
@@ -96,7 +110,7 @@ def _record(said: str, baseline: float, results: list[LabResult], wrong: list[st
     return {"model": said, "float_perplexity": baseline, "rows": rows, "misses": wrong}
 
 
-def _show(said: str, windows: str, figures: Lab4, baseline: float, results: list[LabResult], agreed: bool) -> None:
+def _show(said: str, windows: str, figures: Lab4, baseline: float, results: list[LabResult]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -124,8 +138,32 @@ def _show(said: str, windows: str, figures: Lab4, baseline: float, results: list
             row.label, f"{result.bits_per_weight:.3f}", size, f"{result.mean_relative_error:.4f}", measured, given, before
         )
     console.print(table)
-    if agreed:
-        console.print("every figure that is known for this model came out within its tolerance", highlight=False)
+
+
+def _activation_record(found: OutlierFigures, results: list[ActivationResult]) -> dict[str, Any]:
+    rows = [
+        {"label": r.row.label, "alpha": r.row.alpha, "perplexity": r.perplexity, "published": r.row.published} for r in results
+    ]
+    return {"outliers": found.model_dump(), "activation_rows": rows}
+
+
+def _show_activations(figures: Lab4, found: OutlierFigures, results: list[ActivationResult]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console = console if console.is_terminal else Console(width=160)
+    table = Table("int8 weights and inputs", "perplexity", "published (SmolLM2-135M)", "before (embedded)")
+    for r in results:
+        before = "-" if r.row.embedded is None else f"{r.row.embedded:.4f}"
+        table.add_row(r.row.label, f"{r.perplexity:.4f}", f"{r.row.published:.4f}", before)
+    console.print(table)
+    table = Table("largest inputs", "here", "published (SmolLM2-135M)", "before (embedded)")
+    columns = (found, figures.published_outliers, figures.embedded_outliers)
+    table.add_row("worst layer", *(column.worst_layer for column in columns))
+    for name in ("largest", "median", "ratio", "median_ratio", "worst_weight_ratio"):
+        table.add_row(name.replace("_", " "), *(f"{getattr(column, name):.4g}" for column in columns))
+    console.print(table)
 
 
 if __name__ == "__main__":

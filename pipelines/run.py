@@ -14,12 +14,14 @@ from calib.cut import BOS_CHOICES
 from calib.methods import METHODS, get_method
 from eval.capacity.implications import Assumptions
 from pipelines.cli import HELP_OPTIONS, run_app
-from pipelines.options import Own, default_output, device_name, quantizer_options, rules_of, size_target, was_given, window_count
+from pipelines.options import default_output, device_name, own_options, rules_of, size_target, window_count
 from pipelines.prepare import Prepared, Request, prepare
 from pipelines.progress import Progress
 from pipelines.recipe import DEFAULT_BITS, DEFAULT_GROUP, preset_names
 from pipelines.summary import show_finished, show_plan
 from quant.errors import UsageError
+from quant.kvscheme import ALIASES as SHORT_NAMES
+from quant.kvscheme import KvScheme
 from quant.scheme import SCALE_BYTES
 
 EMBEDDED = "smollm2-135m-instruct-q4_1"
@@ -123,6 +125,15 @@ def main(
         int | None,
         typer.Option(help="The same for the bytes of all weight files.", rich_help_panel=_QUALITY, show_default=False),
     ] = None,
+    kv_cache: Annotated[
+        str,
+        typer.Option(
+            metavar="none|" + "|".join(SHORT_NAMES),
+            help="Also measure a quantised key-value cache, and store its calibrated scales: a name here, or a format in full "
+            "such as int8-ktoken-vtoken-g32.",
+            rich_help_panel=_QUALITY,
+        ),
+    ] = "none",
     learn_iterations: Annotated[
         int, typer.Option(help="Methods with learned rounding: steps per block.", rich_help_panel=_QUALITY)
     ] = 60,
@@ -213,10 +224,7 @@ def main(
     """Quantise MODEL with METHOD into a packed, hashed and measured artefact."""
     chosen = get_method(method)
     scoring = get_convention(convention, window=window, bos=bos)
-    given_options = {"order": order, "scale_policy": scale_policy, "damping": damping, "asymmetric": asymmetric}
-    own = Own(quantizer_options(method, given_options), mse)
-    if mse and clip and was_given(context, "clip"):
-        raise UsageError("--mse and --clip choose the same ranges in two ways: give one of them")
+    own = own_options(context, method, order=order, scale_policy=scale_policy, damping=damping, asymmetric=asymmetric)
     rules = rules_of(context, method, bits, group_size, symmetric, scale_dtype, recipe, own)
     checked = {
         "--calibration-windows": calibration_windows,
@@ -259,6 +267,7 @@ def main(
         self_written_windows=self_written,
         learn_iterations=learn_iterations,
         target=size_target(context, target_bpw, target_bytes),
+        kv_scheme=None if kv_cache == "none" else KvScheme.parse(kv_cache),
         force=force,
         shard_bytes=shard_bytes,
         system_prompt=system_prompt,

@@ -20,11 +20,10 @@ from calib.windows import Windows
 from eval.perplexity import window_losses
 from formats.fates import TensorPlan
 from formats.reader import load_model
-from formats.shards import plan_shards
 from formats.sizing import best_uniform, matrix_bytes, units_of, with_schemes
 from formats.skeleton import Skeleton
 from formats.writer import WrittenFile
-from pipelines.prepare import Prepared, header_metadata
+from pipelines.prepare import Prepared, planned_shards
 from pipelines.progress import Progress
 from quant.allocation import allocate
 from quant.quantizer import Note
@@ -36,9 +35,7 @@ Quantiser = Callable[[Path, Prepared], tuple[Quantised, tuple[WrittenFile, ...]]
 
 def with_plans(prepared: Prepared, plans: tuple[TensorPlan, ...]) -> Prepared:
     """The same request with other plans, and the files that those will be written to."""
-    metadata = header_metadata(prepared.request.method.name, plans)
-    shards = plan_shards([plan.stored for plan in plans], metadata, prepared.request.shard_bytes)
-    return dataclasses.replace(prepared, plans=plans, shards=shards)
+    return dataclasses.replace(prepared, plans=plans, shards=planned_shards(prepared.request, plans, prepared.kv))
 
 
 class TargetSearch:

@@ -164,11 +164,14 @@ def test_scales_are_the_largest_magnitudes_at_the_cache_and_differ_by_layer(tiny
     model = load_model(tiny_model("llama"))
     scales = calibrate(model, IDS, batch=2).scales(scheme)
     with torch.inference_mode():
-        cache = model(IDS, use_cache=True).cache
+        # 128 positions, windows of 24: the three windows stand at the first, the middle and the last place there is.
+        passes = [model(IDS[i : i + 1], position_ids=torch.arange(24)[None] + 52 * i, use_cache=True).cache for i in range(3)]
     for layer in range(2):
-        key = scales.keys[layer]
-        assert key is not None
-        assert float(key) == pytest.approx(float(cache.layers[layer].keys.abs().max()) / 448, rel=1e-6)
+        for side, found in (("keys", scales.keys[layer]), ("values", scales.values[layer])):
+            assert found is not None
+            largest = max(float(np.abs(getattr(cache.layers[layer], side).numpy()).max()) for cache in passes)
+            assert float(found) == pytest.approx(largest / 448, rel=1e-6)
+    assert not torch.equal(scales.keys[0], scales.keys[1])  # type: ignore[arg-type]
     scales.check()
     with pytest.raises(SchemeError, match="not calibrated"):
         StaticScales([torch.ones(1, 1, 1)] * 2, [None, None]).check()

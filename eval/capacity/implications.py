@@ -138,6 +138,7 @@ def implications(
     weight_bytes: int,
     traffic_bytes: int | None = None,
     resident_bytes: int | None = None,
+    kv_bytes: int | None = None,
     assumptions: Assumptions = Assumptions(),
 ) -> Implication:
     """Capacity, step times, prefill and cost of one artefact on one card.
@@ -146,6 +147,7 @@ def implications(
         weight_bytes: exact bytes of the weight files.
         traffic_bytes: weight bytes read per decode step (a head is read whole, an untied input table is not); None: the file.
         resident_bytes: bytes of weights in memory, where an engine adds a copy of a tied head; None: the file.
+        kv_bytes: exact cache bytes per token with the scales that come with it; None: those of the assumptions.
 
     Raises:
         UsageError: a byte count below 1.
@@ -155,9 +157,13 @@ def implications(
     for name, value in (("weight_bytes", weight_bytes), ("traffic_bytes", traffic), ("resident_bytes", resident)):
         if value < 1:
             raise UsageError(f"{name} must be 1 or more, got {value}")
-    kv_token = shape.kv_bytes_per_token(
+    if kv_bytes is not None and kv_bytes < 1:
+        raise UsageError(f"kv_bytes must be 1 or more, got {kv_bytes}")
+    assumed = shape.kv_bytes_per_token(
         assumptions.kv_bytes_per_value, scale_bytes_per_vector=assumptions.kv_scale_bytes_per_vector
     )
+    kv_token = assumed if kv_bytes is None else kv_bytes
+    given = () if kv_bytes is None else (f"cache of {kv_bytes:,} bytes per token, as the artefact's own scheme stores it",)
     start = Implication(
         card=card.slug,
         card_name=card.name,
@@ -173,7 +179,7 @@ def implications(
         dense_flops_per_s=card.dense_flops_per_s[assumptions.operand_format],
         bandwidth_bytes_per_s=card.bandwidth_bytes_per_s,
         price=assumptions.price_on(card),
-        notes=(*shape.notes, _rate_note(assumptions.operand_format)),
+        notes=(*shape.notes, *given, _rate_note(assumptions.operand_format)),
     )
     return _with_cost(_with_times(_with_fit(start), shape))
 

@@ -1,7 +1,7 @@
 """Round to nearest: each block's grid spans the block's own range, each weight goes to the nearest grid point.
 
 The scale is rounded to its stored type before any code is made. With ``shrink`` the range of each block is scaled down first
-(clipping), as chosen by ``quant.transforms.clip``.
+(clipping), as chosen with data by ``quant.transforms.awq.search_clipping`` or without by ``quant.shrink``.
 """
 
 from __future__ import annotations

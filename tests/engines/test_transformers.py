@@ -9,7 +9,7 @@ from tests.engines.conftest import Artefact
 pytestmark = pytest.mark.real_model
 
 
-@pytest.mark.parametrize("zero", ["--symmetric", "--zero-point"])
+@pytest.mark.parametrize("zero", ["--symmetric", "--zero-point", "head"])
 def test_transformers_computes_what_our_reader_computes(zero: str, artefact: Artefact) -> None:
     import torch
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig

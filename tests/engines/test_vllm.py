@@ -32,7 +32,7 @@ def prompt_ids(folder: Path) -> list[int]:
 
 
 @pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM environment at {PYTHON} (make test-engines builds it)")
-@pytest.mark.parametrize(("method", "zero"), [("rtn", "--symmetric"), ("awq", "--zero-point")])
+@pytest.mark.parametrize(("method", "zero"), [("rtn", "--symmetric"), ("awq", "--zero-point"), ("rtn", "head")])
 def test_vllm_computes_what_our_reader_computes(method: str, zero: str, artefact: Artefact, tmp_path: Path) -> None:
     import torch
 
