@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from eval.kvcache import QuantisedCache, StaticScales, calibrate
+from eval.kvcache import QuantisedCache, StaticScales, WithCache, calibrate
 from quant.errors import SchemeError
 from quant.kvscheme import KvScheme
 
@@ -108,6 +108,19 @@ def test_crop_means_what_it_means_in_the_library() -> None:
             cache.crop(4)
 
 
+def test_a_mask_reaches_the_model() -> None:
+    """A padded row is read as the row without its padding; before, the mask was dropped and padding was attended to."""
+    llama, scheme = model("Llama"), KvScheme.parse("int8-token")
+    mask = torch.ones_like(IDS)
+    mask[0, :10] = 0
+    places = (mask.cumsum(-1) - 1).clamp_min(0)
+    cached = WithCache(llama, scheme)
+    with torch.inference_mode():
+        padded = cached(IDS, attention_mask=mask, position_ids=places).logits
+        alone = cached(IDS[:1, 10:]).logits
+    torch.testing.assert_close(padded[:1, 10:], alone, rtol=0, atol=1e-3 * float(alone.abs().max()))
+
+
 def test_a_cache_of_latent_vectors_is_refused() -> None:
     """Its bytes would not be heads times channels, nor would the library cache what the scheme describes."""
     latent = model("DeepseekV3", **LATENT)
@@ -147,5 +160,7 @@ def test_scales_of_another_scheme_or_of_no_calibration_are_refused(scale: torch.
             with pytest.raises(SchemeError, match=message):
                 scales.check()
     QuantisedCache(config, KvScheme.parse("int8"), StaticScales([good, good], [None, None]))
+    one = [torch.tensor([0.5]), torch.tensor([0.25])]
+    QuantisedCache(config, KvScheme.parse("fp8"), StaticScales(one, one))  # as artefacts store them for engines
     with pytest.raises(SchemeError, match="have shape"):
         QuantisedCache(config, KvScheme.parse("int8-token"), StaticScales([good, good], [None, None]))
