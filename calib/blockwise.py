@@ -17,7 +17,7 @@ from calib.evidence import Evidence
 from calib.graph import FeedGroup, gather_groups, stages, trace_groups
 from calib.methods import Method
 from calib.naming import naming
-from calib.quantise import Quantised, Report, Sink, put_alone, round_alone, stored_values
+from calib.quantise import FamilyRanges, Quantised, Report, Sink, put_alone, round_alone, stored_values
 from calib.rounding import ITERATIONS, LearnedRounding, Target
 from formats.checkpoint import TORCH_DTYPES, Checkpoint
 from formats.fates import Keep, Quantise, TensorPlan
@@ -170,6 +170,7 @@ class BlockwiseDriver:
         ``streams`` are the hidden states before the block in the quantised model and, where it is needed, in the float model.
         """
         outcomes: dict[str, Outcome] = {}
+        ranges = FamilyRanges(lambda name: scaled.weights[name.removeprefix(prefix)])
         now = dict(scaled.weights)
         for stage in stages(groups):
             quantised = {group: [f"{name}.weight" for name in group.consumers if f"{name}.weight" in fates] for group in stage}
@@ -179,7 +180,8 @@ class BlockwiseDriver:
             for group, names in quantised.items():
                 found = evidence.get(group.consumers[0])
                 for name in names:
-                    outcomes[name] = self._code(prefix + name, scaled.weights[name], fates[name], found, scaled.shrink.get(name))
+                    plan = self._plan_of[prefix + name]
+                    outcomes[name] = self._code(plan, scaled.weights[name], found, scaled.shrink.get(name), ranges.largest(plan))
                     if name.removesuffix(".weight") in scaled.unreached and found is None:
                         self.result.notes.append(Note("no-evidence", f"{prefix}{name}: no token reached it: rounded to nearest"))
                     now[name] = outcomes[name].qtensor.dequantise()
@@ -208,12 +210,16 @@ class BlockwiseDriver:
             return {first: self.runner.gather_pair(index, first, pair, weights)}
         return gather_groups(self.runner, index, groups, streams[0]) if needs else {}
 
-    def _code(self, name: str, matrix: Tensor, fate: Quantise, evidence: Evidence | None, shrink: Tensor | None) -> Outcome:
-        with naming(name):
+    def _code(
+        self, plan: TensorPlan, matrix: Tensor, evidence: Evidence | None, shrink: Tensor | None, largest: float | None
+    ) -> Outcome:
+        fate = plan.fate
+        assert isinstance(fate, Quantise)
+        with naming(plan.name):
             if fate.mse:
-                shrink = search_shrink(matrix, fate.scheme)
-            outcome = get_quantizer(fate.quantizer, fate.options)(matrix, fate.scheme, evidence, shrink)
-        self.result.notes += [Note(note.kind, f"{name}: {note.text}") for note in outcome.notes]
+                shrink = search_shrink(matrix, fate.scheme, largest)
+            outcome = get_quantizer(fate.quantizer, fate.options)(matrix, fate.scheme, evidence, shrink, largest)
+        self.result.notes += [Note(note.kind, f"{plan.name}: {note.text}") for note in outcome.notes]
         return outcome
 
     def _graph(self, index: int, inputs: BlockInputs) -> tuple[FeedGroup, ...]:

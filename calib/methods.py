@@ -6,6 +6,7 @@ import difflib
 from dataclasses import dataclass
 
 from quant.errors import UsageError
+from quant.scheme import ALIASES
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,7 @@ class Method:
         transform: module of ``quant.transforms`` that rescales matrices first, or None.
         quantizer: module of ``quant.quantizers`` that makes the codes.
         learned: refine the codes by learned rounding, block by block.
+        scheme: name of the scheme that the method stands for, or None where it is chosen apart from it.
         summary: one line for help texts.
     """
 
@@ -24,11 +26,15 @@ class Method:
     transform: str | None
     summary: str
     learned: bool = False
+    scheme: str | None = None
 
     @property
     def needs_calibration(self) -> bool:
         return self.transform is not None or self.quantizer != "rtn" or self.learned
 
+
+# Schemes that are methods by themselves: rounding to nearest is what their specifications describe.
+NUMBER_FORMATS = ("mxfp4", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp8", "mxint8", "nvfp4", "fp8")
 
 METHODS = {
     method.name: method
@@ -41,6 +47,10 @@ METHODS = {
         Method("awq+learned", "rtn", "awq", "the scaling of awq, then learned rounding", True),
         Method("gptq+learned", "gptq", None, "the codes of gptq, refined by learned rounding", True),
         Method("awq+gptq+learned", "gptq", "awq", "the scaling of awq, the codes of gptq, refined by learned rounding", True),
+        *(
+            Method(name, "rtn", None, f"round to nearest as {ALIASES[name]}, no data needed", scheme=name)
+            for name in NUMBER_FORMATS
+        ),
     )
 }
 

@@ -154,25 +154,44 @@ def _norm(matrix: Tensor) -> float:
 @torch.no_grad()
 def quantise_without_data(checkpoint: Checkpoint, plans: Sequence[TensorPlan], sink: Sink, report: Report) -> None:
     """Stream every tensor through its fate; one tensor is in memory at a time."""
+    ranges = FamilyRanges(lambda name: checkpoint.tensor(name).float())
     for done, plan in enumerate(plans, start=1):
-        put_alone(checkpoint, plan, sink)
+        put_alone(checkpoint, plan, sink, ranges)
         report(done, len(plans))
 
 
-def put_alone(checkpoint: Checkpoint, plan: TensorPlan, sink: Sink) -> None:
+class FamilyRanges:
+    """Largest magnitudes of families of tensors that share one tensor-level scale, each looked for once.
+
+    Args:
+        fetch: the float matrix of a name, as it will be quantised.
+    """
+
+    def __init__(self, fetch: Callable[[str], Tensor]) -> None:
+        self._fetch = fetch
+        self._known: dict[tuple[str, ...], float] = {}
+
+    def largest(self, plan: TensorPlan) -> float | None:
+        """Of the plan's family, or None where it has none."""
+        if plan.family and plan.family not in self._known:
+            self._known[plan.family] = max(float(self._fetch(name).abs().max()) for name in plan.family)
+        return self._known.get(plan.family)
+
+
+def put_alone(checkpoint: Checkpoint, plan: TensorPlan, sink: Sink, ranges: FamilyRanges | None = None) -> None:
     if isinstance(plan.fate, Alias):
         sink.alias(plan)
     elif isinstance(plan.fate, Keep):
         sink.kept(plan, stored_values(checkpoint, plan))
     else:
-        matrix, outcome = round_alone(checkpoint, plan)
+        matrix, outcome = round_alone(checkpoint, plan, None if ranges is None else ranges.largest(plan))
         sink.quantised(plan, outcome.qtensor, matrix, outcome.notes)
 
 
-def round_alone(checkpoint: Checkpoint, plan: TensorPlan) -> tuple[Tensor, Outcome]:
+def round_alone(checkpoint: Checkpoint, plan: TensorPlan, largest: float | None = None) -> tuple[Tensor, Outcome]:
     """The float32 matrix of a plan that is quantised without data, and what became of it."""
     assert isinstance(plan.fate, Quantise)
     matrix = checkpoint.tensor(plan.source_name).float()
     with naming(plan.name):
-        shrink = search_shrink(matrix, plan.fate.scheme) if plan.fate.mse else None
-        return matrix, get_quantizer(plan.fate.quantizer, plan.fate.options)(matrix, plan.fate.scheme, None, shrink)
+        shrink = search_shrink(matrix, plan.fate.scheme, largest) if plan.fate.mse else None
+        return matrix, get_quantizer(plan.fate.quantizer, plan.fate.options)(matrix, plan.fate.scheme, None, shrink, largest)

@@ -45,7 +45,8 @@ class ScaledLinear(nn.Module):
         self.register_buffer("levels", qtensor.levels().to(dtype))
         self.register_buffer("start", qtensor.steps())
         self.register_buffer("bias", bias)
-        trainable = qtensor.scheme.scale in TRAINABLE_SCALES
+        # A scale that fused matrices have in common stays what it is: trained alone, theirs would drift apart.
+        trainable = qtensor.scheme.scale in TRAINABLE_SCALES and not qtensor.scheme.shares_range
         self.factor = nn.Parameter(torch.zeros_like(self.start), requires_grad=trainable)
 
     def scales(self) -> Tensor:

@@ -32,6 +32,8 @@ TORCH_DTYPES = {
     "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
     "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
 }  # fmt: skip
+# What an artefact may hold besides: scales in eight bits. Sources with such tensors are quantised already, and refused.
+STORED_DTYPES = TORCH_DTYPES | {"F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu"}
 
 _QUANTISATION_KEYS = ("quantization_config", "compression_config")
 _PACKED_NAME = re.compile(

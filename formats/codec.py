@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from quant.qtensor import QTensor
 
+ENGINES_READ, OWN = "pack-quantized", "dense"
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -36,6 +38,11 @@ class Codec(Protocol):
 
     @property
     def name(self) -> str: ...
+    @property
+    def quant_method(self) -> str | None:
+        """What engines know the layout's family by, or None for a layout that is this project's own."""
+        ...
+
     def refusal(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:
         """Why this layout cannot hold the scheme for that shape, or None."""
         ...
@@ -69,3 +76,9 @@ def get_codec(name: str) -> Codec:
         raise UsageError(f"no such storage format: {name!r} (there are: {', '.join(codec_names())})")
     found: Codec = importlib.import_module(f"formats.codecs.{name.replace('-', '_')}").CODEC
     return found
+
+
+def default_codec(scheme: Scheme) -> str:
+    """The layout that most engines read among those that hold the scheme at all, whatever the shape of the matrix."""
+    shape = (1, scheme.blocks if isinstance(scheme.blocks, int) else 1)
+    return ENGINES_READ if get_codec(ENGINES_READ).refusal(scheme, shape) is None else OWN

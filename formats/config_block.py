@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from formats.codec import get_codec
+from formats.engine_config import block_head
 from formats.records import TensorRecord
 from formats.tables import TIE_KEY, is_head
 from quant.errors import BitledgerError, VerifyError
 from quant.scheme import Scheme
 
 BLOCK_KEYS = ("quantization_config", "compression_config")
-METHOD = "compressed-tensors"
 
 
 def check_config(config: Mapping[str, Any], tensors: Iterable[TensorRecord]) -> str:
@@ -61,9 +61,11 @@ def _places(value: Any, where: str) -> Iterator[str]:
 
 
 def _check_block(block: Any, records: list[TensorRecord]) -> str:
-    for key, expected in (("quant_method", METHOD), ("quantization_status", "compressed")):
-        if block[key] != expected:
-            raise VerifyError(f"{key} is {block[key]!r}, expected {expected!r}")
+    head = block_head(str(record.codec) for record in records if record.fate == "quantised")
+    for key in ("quant_method", "method", "quantization_status", "format"):
+        expected = {**head, "quantization_status": "compressed"}.get(key)
+        if block.get(key) != expected:
+            raise VerifyError(f"{key} is {block.get(key)!r}, expected {expected!r}")
     groups, ignore = block["config_groups"], block["ignore"]
     modules = {record.name.removesuffix(".weight"): record for record in records if record.name.endswith(".weight")}
     for module, record in modules.items():
@@ -77,11 +79,8 @@ def _check_block(block: Any, records: list[TensorRecord]) -> str:
             raise VerifyError(f"{module} is {record.fate}, not quantised, but targeted and not in ignore")
     if len(modules) < sum(record.fate == "quantised" for record in records):
         raise VerifyError("a quantised tensor is not the weight of a module")
-    formats = {group["format"] for group in groups.values()}
-    top = formats.pop() if len(formats) == 1 else "mixed-precision"
-    if block["format"] != top:
-        raise VerifyError(f"format is {block['format']!r}, expected {top!r}")
-    return f"{METHOD} {top}, groups: {len(groups)}, ignored modules: {len(ignore)}"
+    method = head.get("quant_method") or head["method"]
+    return f"{method} {head['format']}, groups: {len(groups)}, ignored modules: {len(ignore)}"
 
 
 def _check_group(group: Mapping[str, Any], module: str, record: TensorRecord) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from formats.codec import get_codec
@@ -21,6 +21,7 @@ from quant.scheme import Scheme
 
 # The release whose layout is followed; informational, no reader checks it.
 LAYOUT_VERSION = "0.15.0"
+OWN_METHOD, OWN_VERSION = "bitledger", "1"
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -28,6 +29,20 @@ _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 def family_of(leaf: str) -> str:
     """One name for all matrices that engines fuse into one (``q_proj`` for q, k and v), by the last part of the module's name."""
     return next((family[0] for family in _FUSED if leaf in family), leaf)
+
+
+def block_head(codecs: Iterable[str]) -> dict[str, str]:
+    """The entries of the block that say who can read it, for the layouts in use.
+
+    With a layout of this project's own there is no ``quant_method`` but a ``method`` that only its reader looks at: transformers
+    refuses a block without the first, but passes over one that it does not know and fills the matrices with random numbers.
+    """
+    names = sorted(set(codecs))
+    top = names[0] if len(names) == 1 else "mixed-precision"
+    methods = {get_codec(name).quant_method for name in names}
+    if len(methods) == 1 and None not in methods:
+        return {"quant_method": str(methods.pop()), "version": LAYOUT_VERSION, "format": top}
+    return {"method": OWN_METHOD, "version": OWN_VERSION, "format": top}
 
 
 def kept_linears(plans: Sequence[TensorPlan]) -> list[str]:
@@ -77,11 +92,8 @@ def quantization_config(plans: Sequence[TensorPlan], kv_scheme: KvScheme | None 
         linears = ["Linear"] if len(named) < len(modules) else []
         targets = [*linears, *_targets(named, [])] if single else _targets(modules, [*others, *ignored])
         groups[f"group_{index}"] = get_codec(codec).config_group(scheme, targets)
-    formats = {codec for codec, _ in by_fate}
     return {
-        "quant_method": "compressed-tensors",
-        "version": LAYOUT_VERSION,
-        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        **block_head([codec for codec, _ in by_fate]),
         "quantization_status": "compressed",
         "ignore": ignored,
         "kv_cache_scheme": engine_block(kv_scheme),

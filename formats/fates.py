@@ -97,7 +97,8 @@ class TensorPlan:
     """A tensor, its fate, and the tensors it will be stored as (none for an alias).
 
     ``untied`` is the head of a tied pair whose halves are both stored; ``copy_of`` names the source tensor that has its values
-    where the source stores the table once. ``notes`` are (kind, sentence) of what did not go the plain way.
+    where the source stores the table once. ``notes`` are (kind, sentence) of what did not go the plain way. ``family`` are the
+    tensors, this one among them, that share one scale of the whole tensor because engines fuse them.
     """
 
     info: TensorInfo
@@ -106,6 +107,7 @@ class TensorPlan:
     untied: bool = False
     copy_of: str | None = None
     notes: tuple[PlanNote, ...] = ()
+    family: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

@@ -5,12 +5,13 @@ All problems of a plan are collected and told at once. No torch is imported here
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from formats.checkpoint import Checkpoint, TensorInfo
-from formats.codec import get_codec
+from formats.codec import OWN, get_codec
+from formats.engine_config import family_of
 from formats.fates import (
     DATA_FREE,
     FLOATS,
@@ -28,6 +29,7 @@ from formats.fates import (
 )
 from formats.tables import TiedPair, tied_pair
 from quant.errors import RecipeError, SchemeError, SourceError
+from quant.scheme import Scheme
 
 _TRANSPOSED = {"gpt2": "Conv1D", "gpt_bigcode": "Conv1D", "openai-gpt": "Conv1D"}
 _SHOWN = 12
@@ -48,7 +50,7 @@ def plan_fates(checkpoint: Checkpoint, rules: Sequence[Rule]) -> tuple[TensorPla
             "not supported yet"
         )
     planner = _Planner(checkpoint, rules)
-    plans = planner.plans()
+    plans = _with_families(planner.plans())
     planner.raise_problems()
     _raise_scheme_problems(plans)
     if not any(isinstance(plan.fate, Quantise) for plan in plans):
@@ -167,7 +169,28 @@ def _plan(info: TensorInfo, fate: Fate, notes: tuple[PlanNote, ...] = ()) -> Ten
         fate = _recast(info, fate.reason, fate.dtype)
         if isinstance(fate, Keep) and fate.dtype is not None:
             notes = (*notes, ("stored-type", f"{info.dtype} in the source, stored as {fate.dtype}"))
-    return TensorPlan(info, fate, stored_specs(info, fate), notes=notes)
+    refused = isinstance(fate, Quantise) and get_codec(fate.codec).refusal(fate.scheme, (info.shape[0], info.shape[1]))
+    return TensorPlan(info, fate, () if refused else stored_specs(info, fate), notes=notes)  # all refusals are told at once
+
+
+def _with_families(plans: tuple[TensorPlan, ...]) -> tuple[TensorPlan, ...]:
+    """The plans, with those named to each other that engines fuse and whose scheme has a scale of the whole tensor."""
+    members: dict[tuple[str, str, Scheme], list[str]] = defaultdict(list)
+    keys = {}
+    for plan in plans:
+        if isinstance(plan.fate, Quantise) and plan.fate.scheme.shares_range:
+            parent, _, leaf = plan.module.rpartition(".")
+            keys[plan.name] = (parent, family_of(leaf), plan.fate.scheme)
+            members[keys[plan.name]].append(plan.name)
+    found = []
+    for plan in plans:
+        family = tuple(members[keys[plan.name]]) if plan.name in keys else ()
+        if len(family) > 1:
+            leaves = ", ".join(name.removesuffix(".weight").rpartition(".")[2] for name in family)
+            note = ("shared-range", f"one tensor-level scale for {leaves}, which engines fuse")
+            plan = replace(plan, family=family, notes=(*plan.notes, note))
+        found.append(plan)
+    return tuple(found)
 
 
 def _raise_scheme_problems(plans: Iterable[TensorPlan]) -> None:
@@ -181,7 +204,7 @@ def _raise_scheme_problems(plans: Iterable[TensorPlan]) -> None:
         lines = "\n".join(refused)
         raise SchemeError(
             f"{len(refused)} matrices cannot be stored as asked; choose a --group-size that divides their columns, 'channel', "
-            f"or keep them in float with a recipe rule (keep = true):\n{lines}"
+            f"--format {OWN} (any shape; no engine reads it), or keep them in float with a recipe rule (keep = true):\n{lines}"
         )
 
 

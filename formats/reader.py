@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from formats.checkpoint import TORCH_DTYPES
+from formats.checkpoint import STORED_DTYPES
 from formats.codec import get_codec
 from formats.folder import INDEX_NAME, SINGLE_NAME
 from formats.header import TensorInfo, read_header
@@ -53,7 +53,7 @@ class Artefact:
         with (self.folder / info.file).open("rb") as file:
             file.seek(info.start)
             data = bytearray(file.read(info.nbytes))
-        dtype: torch.dtype = getattr(torch, TORCH_DTYPES[info.dtype])
+        dtype: torch.dtype = getattr(torch, STORED_DTYPES[info.dtype])
         return torch.frombuffer(data, dtype=dtype).reshape(info.shape) if data else torch.empty(info.shape, dtype=dtype)
 
     def modules(self) -> Iterator[str]:

@@ -69,12 +69,12 @@ def _read(folder: Path, info: TensorInfo) -> tuple[torch.Tensor, bytes]:
     """The stored tensor and its bytes."""
     import torch
 
-    from formats.checkpoint import TORCH_DTYPES
+    from formats.checkpoint import STORED_DTYPES
 
     with (folder / info.file).open("rb") as file:
         file.seek(info.start)
         raw = file.read(info.nbytes)
-    return torch.frombuffer(bytearray(raw), dtype=getattr(torch, TORCH_DTYPES[info.dtype])).reshape(info.shape), raw
+    return torch.frombuffer(bytearray(raw), dtype=getattr(torch, STORED_DTYPES[info.dtype])).reshape(info.shape), raw
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

@@ -207,9 +207,9 @@ def _raw_bytes(spec: TensorSpec, data: Data) -> np.ndarray:
     else:
         import torch
 
-        from formats.checkpoint import TORCH_DTYPES
+        from formats.checkpoint import STORED_DTYPES
 
-        names = {getattr(torch, name): code for code, name in TORCH_DTYPES.items()}
+        names = {getattr(torch, name): code for code, name in STORED_DTYPES.items()}
         found = (names.get(data.dtype, str(data.dtype)), tuple(data.shape))
         raw = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     if found is not None and found != (spec.dtype, spec.shape):

@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 import typer
 
 from calib.methods import get_method
+from formats.codec import default_codec, get_codec
 from formats.fates import Quantise, Rule
 from formats.sizing import SizeTarget
 from pipelines.recipe import check_options, find_recipe, load_recipe, parse_group_size
@@ -25,10 +26,11 @@ def was_given(context: typer.Context, name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """What the command line says of the quantiser itself: its options, and whether ranges are searched without data."""
+    """What the command line says of every matrix alike: the quantiser's options, a search of ranges without data, the format."""
 
     options: tuple[Option, ...]
     mse: bool
+    codec: str | None = None
 
 
 def own_options(context: typer.Context, method: str, **given: str | float | None) -> Own:
@@ -48,7 +50,7 @@ def own_options(context: typer.Context, method: str, **given: str | float | None
     if not 0 <= float(found.get("asymmetric", 0)) <= 1:
         raise UsageError(f"--asymmetric is a share from 0 to 1, not {found['asymmetric']}")
     check_options(found)
-    return Own(tuple(sorted(found.items())), mse)
+    return Own(tuple(sorted(found.items())), mse, storage_format(context.params["storage"]))
 
 
 def rules_of(
@@ -58,20 +60,43 @@ def rules_of(
     group_size: str,
     symmetric: bool,
     scale_dtype: str,
+    scheme: str | None,
     recipe: str | None,
     own: Own,
 ) -> tuple[Rule, ...]:
     """One rule for everything from the options, or those of the recipe; both at once would contradict each other."""
-    if recipe is None:
+    named = get_method(method).scheme
+    parts = [name for name in ("bits", "group_size", "symmetric", "scale_dtype") if was_given(context, name)]
+    flags = ", ".join("--" + name.replace("_", "-") for name in [*parts, *(["scheme"] if scheme is not None else [])])
+    if recipe is not None:
+        if flags:
+            raise UsageError(f"{flags} cannot go with --recipe, which says the same per pattern: put it into {recipe}")
+        return load_recipe(find_recipe(recipe), method, own.options, own.mse, own.codec)
+    if named is not None and flags:
+        raise UsageError(f"{flags} cannot go with {method}, which names its own scheme: use rtn {flags}")
+    if scheme is not None and parts:
+        raise UsageError(f"{flags}: --scheme says all of a scheme, nothing else of it can be given")
+    if scheme is not None or named is not None:
+        found = Scheme.parse(str(scheme or named))
+    else:
         scales = cast(ScaleType, _choice("--scale-dtype", scale_dtype, tuple(SCALE_BYTES)))
-        scheme = Scheme(bits, "sym" if symmetric else "zp", parse_group_size(group_size), scales)
-        return (Rule("*", Quantise(scheme, get_method(method).quantizer, options=own.options, mse=own.mse)),)
-    names = ("bits", "group_size", "symmetric", "scale_dtype")
-    given = [name for name in names if was_given(context, name)]
-    if given:
-        flags = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise UsageError(f"{flags} cannot go with --recipe, which says the same per pattern: put it into {recipe}")
-    return load_recipe(find_recipe(recipe), method, own.options, own.mse)
+        found = Scheme(bits, "sym" if symmetric else "zp", parse_group_size(group_size), scales)
+    codec = own.codec or default_codec(found)
+    return (Rule("*", Quantise(found, get_method(method).quantizer, codec, own.options, own.mse)),)
+
+
+def storage_format(name: str | None) -> str | None:
+    """A codec's name as given. Raises UsageError with the names there are."""
+    return None if name is None else get_codec(name).name
+
+
+def check_integers(rules: tuple[Rule, ...], method: str, *, target: bool) -> None:
+    """Raise UsageError where a float scheme meets what only works out integers."""
+    schemes = [rule.fate.scheme for rule in rules if isinstance(rule.fate, Quantise) and not rule.fate.scheme.integer]
+    if schemes and get_method(method).learned:
+        raise UsageError(f"{method} learns integer codes, and {schemes[0]} is a float scheme: use rtn, awq, gptq or awq+gptq")
+    if schemes and target:
+        raise UsageError(f"a size target allocates widths of integers, and {schemes[0]} is a float scheme: leave one of them out")
 
 
 def size_target(context: typer.Context, bits_per_weight: float | None, file_bytes: int | None) -> SizeTarget | None:

@@ -4,11 +4,12 @@ method = "gptq"                     # optional; must agree with the command line
 
 [[rule]]                            # the first rule that matches a module decides
 match = "*.down_proj"               # a shell pattern over module names, or "re:" and a regular expression
-bits = 8
+bits = 8                            # or all of a scheme by its name: scheme = "mxfp4", "e2m1-b32-e8m0.even"
 group_size = [128, 64, 32]          # a number, "channel" or "tensor", or a list: the first that divides the columns
 symmetric = true
 scale_dtype = "f16"
 quantizer = "rtn"                   # another way to the codes than the method's
+format = "dense"                    # how it is stored: see docs/numbers.md
 order = "none"                      # the quantiser's own options, as on the command line; mse = true for the range search
 
 [[rule]]
@@ -39,16 +40,18 @@ from typing import Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from calib.methods import get_method
+from calib.methods import Method, get_method
+from formats.codec import codec_names, default_codec
 from formats.fates import DATA_FREE, Keep, Quantise, Rule
 from quant.errors import RecipeError, SchemeError
 from quant.quantizer import Option, quantizer_names
-from quant.scheme import Blocks, Scheme
+from quant.scheme import Blocks, Scheme, Zero
 
 DEFAULT_BITS, DEFAULT_GROUP = 4, 64
 PRESETS = Path(__file__).parent / "presets"
 _OPTIONS = ("order", "scale_policy", "damping", "asymmetric")
-_OF_A_SCHEME = ("bits", "group_size", "symmetric", "scale_dtype", "quantizer", "mse", *_OPTIONS)
+_PARTS_OF_A_SCHEME = ("bits", "group_size", "symmetric", "scale_dtype")
+_OF_A_SCHEME = ("scheme", *_PARTS_OF_A_SCHEME, "format", "quantizer", "mse", *_OPTIONS)
 
 
 class RuleModel(BaseModel):
@@ -59,10 +62,12 @@ class RuleModel(BaseModel):
     match: str = Field(min_length=1)
     keep: bool = False
     dtype: Literal["f16", "bf16", "f32"] | None = None
+    scheme: str | None = None
     bits: int | None = None
     group_size: int | Literal["channel", "tensor"] | list[int | Literal["channel", "tensor"]] | None = None
     symmetric: bool | None = None
     scale_dtype: Literal["f16", "bf16", "f32"] | None = None
+    format: str | None = None
     quantizer: str | None = None
     order: Literal["energy", "none"] | None = None
     scale_policy: Literal["static", "updated"] | None = None
@@ -70,7 +75,7 @@ class RuleModel(BaseModel):
     asymmetric: float | None = Field(default=None, ge=0, le=1)
     mse: bool | None = None
 
-    def rule(self, method_quantizer: str, options: tuple[Option, ...], mse: bool) -> Rule:
+    def rule(self, method: Method, options: tuple[Option, ...], mse: bool, codec: str | None) -> Rule:
         """The rule; ``options`` are those of the command line for the method's quantiser, ``mse`` its range search."""
         if self.match.startswith("re:"):
             try:
@@ -90,32 +95,45 @@ class RuleModel(BaseModel):
             raise RecipeError(
                 f"rule {self.match!r}: no such quantizer: {self.quantizer!r} (there are: {', '.join(quantizer_names())})"
             )
-        return Rule(self.match, *self._fates(method_quantizer, dict(options), mse))
+        if self.format is not None and self.format not in codec_names():
+            raise RecipeError(f"rule {self.match!r}: no such format: {self.format!r} (there are: {', '.join(codec_names())})")
+        schemes = self._schemes(method.scheme)
+        fates = [self._fate(scheme, method.quantizer, dict(options), mse, self.format or codec) for scheme in schemes]
+        return Rule(self.match, fates[0], tuple(fates[1:]))
 
-    def _fates(
-        self, method_quantizer: str, given: dict[str, str | float | bool], default_mse: bool
-    ) -> tuple[Quantise, tuple[Quantise, ...]]:
-        """The fate, and those for shapes that it does not fit."""
+    def _schemes(self, of_method: str | None) -> list[Scheme]:
+        """The scheme, and those for shapes that it does not fit."""
+        parts = [name for name in _PARTS_OF_A_SCHEME if getattr(self, name) is not None]
+        if self.scheme is not None and parts:
+            raise RecipeError(f"rule {self.match!r}: scheme says all of a scheme and leaves no place for {', '.join(parts)}")
+        named = self.scheme or (None if parts else of_method)
+        if named is not None:
+            return [Scheme.parse(named)]
+        sizes = self.group_size if isinstance(self.group_size, list) else [self.group_size]
+        if not sizes:
+            raise RecipeError(f"rule {self.match!r}: group_size is an empty list")
+        bits, zero = DEFAULT_BITS if self.bits is None else self.bits, "zp" if self.symmetric is False else "sym"
+        return [
+            Scheme(bits, cast(Zero, zero), DEFAULT_GROUP if size is None else size, self.scale_dtype or "f16") for size in sizes
+        ]
+
+    def _fate(
+        self,
+        scheme: Scheme,
+        method_quantizer: str,
+        given: dict[str, str | float | bool],
+        default_mse: bool,
+        codec: str | None,
+    ) -> Quantise:
         quantizer = self.quantizer or method_quantizer
         inherited = given if quantizer == method_quantizer else {}
         own = {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
         if own and quantizer == DATA_FREE:
             raise RecipeError(f"rule {self.match!r}: {quantizer} has no option {', '.join(own)}")
         check_options(inherited | own, f"rule {self.match!r}: ")
-        sizes = self.group_size if isinstance(self.group_size, list) else [self.group_size]
-        if not sizes:
-            raise RecipeError(f"rule {self.match!r}: group_size is an empty list")
-        fates = []
-        for size in sizes:
-            scheme = Scheme(
-                DEFAULT_BITS if self.bits is None else self.bits,
-                "zp" if self.symmetric is False else "sym",
-                DEFAULT_GROUP if size is None else size,
-                self.scale_dtype or "f16",
-            )
-            options = tuple(sorted((inherited | own).items()))
-            fates.append(Quantise(scheme, quantizer, options=options, mse=default_mse if self.mse is None else self.mse))
-        return fates[0], tuple(fates[1:])
+        options = tuple(sorted((inherited | own).items()))
+        mse = default_mse if self.mse is None else self.mse
+        return Quantise(scheme, quantizer, codec or default_codec(scheme), options, mse)
 
 
 class RecipeModel(BaseModel):
@@ -159,8 +177,10 @@ def find_recipe(name: str) -> Path:
     raise RecipeError(f"no such recipe: {name!r} ({hint}presets: {', '.join(preset_names())}; or the path of a .toml file)")
 
 
-def load_recipe(path: Path, method: str, options: tuple[Option, ...] = (), mse: bool = False) -> tuple[Rule, ...]:
-    """Rules of a recipe file; ``options`` and ``mse`` of the command line hold where a rule does not say otherwise.
+def load_recipe(
+    path: Path, method: str, options: tuple[Option, ...] = (), mse: bool = False, codec: str | None = None
+) -> tuple[Rule, ...]:
+    """Rules of a recipe file; ``options``, ``mse`` and ``codec`` of the command line hold where a rule does not say otherwise.
 
     Raises:
         RecipeError: no such file, not TOML, an unknown key or a value of the wrong kind, or another method than asked for.
@@ -179,4 +199,4 @@ def load_recipe(path: Path, method: str, options: tuple[Option, ...] = (), mse: 
         raise RecipeError(f"{path}: {place}: {first['msg'].lower()} (known: {known})") from None
     if found.method is not None and found.method != method:
         raise RecipeError(f"{path} is a recipe for {found.method!r}, but the command line asks for {method!r}")
-    return tuple(rule.rule(get_method(method).quantizer, options, mse) for rule in found.rule)
+    return tuple(rule.rule(get_method(method), options, mse, codec) for rule in found.rule)

@@ -13,8 +13,9 @@ from calib.conventions import CONVENTIONS, get_convention
 from calib.cut import BOS_CHOICES
 from calib.methods import METHODS, get_method
 from eval.capacity.implications import Assumptions
+from formats.codec import codec_names
 from pipelines.cli import HELP_OPTIONS, run_app
-from pipelines.options import default_output, device_name, own_options, rules_of, size_target, window_count
+from pipelines.options import check_integers, default_output, device_name, own_options, rules_of, size_target, window_count
 from pipelines.prepare import Prepared, Request, prepare
 from pipelines.progress import Progress
 from pipelines.recipe import DEFAULT_BITS, DEFAULT_GROUP, preset_names
@@ -22,7 +23,7 @@ from pipelines.summary import show_finished, show_plan
 from quant.errors import UsageError
 from quant.kvscheme import ALIASES as SHORT_NAMES
 from quant.kvscheme import KvScheme
-from quant.scheme import SCALE_BYTES
+from quant.scheme import ALIASES, SCALE_BYTES
 
 EMBEDDED = "smollm2-135m-instruct-q4_1"
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -54,11 +55,30 @@ def main(
     scale_dtype: Annotated[
         str, typer.Option(metavar="|".join(SCALE_BYTES), help="Type in which scales are stored.", rich_help_panel=_QUALITY)
     ] = "f16",
+    scheme: Annotated[
+        str | None,
+        typer.Option(
+            help=f"All of a scheme by name instead of the four above: {', '.join(ALIASES)}, or a string as python -m "
+            "pipelines.methods prints it.",
+            rich_help_panel=_QUALITY,
+        ),
+    ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="|".join(codec_names()),
+            help="How it is stored. dense holds any scheme and shape, but no engine reads it; by default what most engines read "
+            "among those that hold the scheme.",
+            rich_help_panel=_QUALITY,
+            show_default=False,
+        ),
+    ] = None,
     recipe: Annotated[
         str | None,
         typer.Option(
             metavar="NAME|FILE",
-            help=f"A scheme per pattern instead of the four above: {', '.join(preset_names())}, or a TOML file.",
+            help=f"A scheme per pattern instead of the five above: {', '.join(preset_names())}, or a TOML file.",
             rich_help_panel=_QUALITY,
         ),
     ] = None,
@@ -225,7 +245,8 @@ def main(
     chosen = get_method(method)
     scoring = get_convention(convention, window=window, bos=bos)
     own = own_options(context, method, order=order, scale_policy=scale_policy, damping=damping, asymmetric=asymmetric)
-    rules = rules_of(context, method, bits, group_size, symmetric, scale_dtype, recipe, own)
+    rules = rules_of(context, method, bits, group_size, symmetric, scale_dtype, scheme, recipe, own)
+    check_integers(rules, method, target=target_bpw is not None or target_bytes is not None)
     checked = {
         "--calibration-windows": calibration_windows,
         "--window": scoring.window - 1,

@@ -21,6 +21,7 @@ from formats.manifest import Manifest, MeasurementRecord
 from formats.tables import embedding_advice
 from formats.units import size_text
 from pipelines.prepare import Prepared
+from quant.scheme import Scheme
 
 
 def _console() -> Console:
@@ -131,10 +132,14 @@ def show_finished(prepared: Prepared, manifest: Manifest, sha256: str) -> None:
         f"  {folder / REPORT_NAME}        # this run as a picture; its windows: {WINDOWS_NAME}", markup=False, highlight=False
     )
     quoted, python = shlex.quote(str(folder)), shlex.quote(_python())
+    engines = all(get_codec(plan.fate.codec).quant_method for plan in prepared.plans if isinstance(plan.fate, Quantise))
     load = f"from transformers import AutoModelForCausalLM as A; print(A.from_pretrained({str(folder)!r}))"
+    if not engines:
+        load = f"from pathlib import Path; from formats.reader import load_model; print(load_model(Path({str(folder)!r})))"
     console.print(f"  {python} -m pipelines.verify {quoted}", markup=False, highlight=False)
     console.print(f"  {python} -c {shlex.quote(load)}", markup=False, highlight=False)
-    console.print(f"  vllm serve {quoted}        # where vLLM is installed", markup=False, highlight=False)
+    if engines:
+        console.print(f"  vllm serve {quoted}        # where vLLM is installed", markup=False, highlight=False)
     for sentence in _advice(prepared):
         console.print(f"  mind: {sentence}", markup=False, highlight=False)
 
@@ -166,7 +171,7 @@ def _result_table(prepared: Prepared, manifest: Manifest) -> Table:
         stored = sum((record.bits_per_weight or 0) * record.elements for record in chosen) / sum(
             record.elements for record in chosen
         )
-        asked = str(scheme).split("-", 1)[0].removeprefix("int")
+        asked = Scheme.parse(str(scheme)).bits
         table.add_row(
             str(scheme), f"{count} matrices, {asked} bits asked, {stored:.4f} bits per weight stored with scales and zero points"
         )

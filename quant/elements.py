@@ -49,7 +49,7 @@ class Element:
     @property
     def epsilon(self) -> float:
         """Distance from 1 to the next larger number."""
-        return 2.0**-self.mantissa_bits
+        return min(value for value in self.values() if value > 1) - 1
 
     def values(self) -> tuple[float, ...]:
         """The value of each of the 2^bits codes, in order of the unsigned code; NaN and infinities included."""

@@ -53,6 +53,13 @@ def from_codes(codes: Tensor, scheme: Scheme) -> Tensor:
     return _values(scheme.element, str(codes.device))[codes.to(torch.int32)]
 
 
+def nonfinite_codes(codes: Tensor, scheme: Scheme) -> Tensor:
+    """Where codes mean NaN or an infinity: bool of their shape. No integer does, and nothing here ever makes one."""
+    if scheme.integer:
+        return torch.zeros_like(codes, dtype=torch.bool)
+    return ~torch.isfinite(_values(scheme.element, str(codes.device)))[codes.to(torch.int32)]
+
+
 @cache
 def _values(element: str, device: str) -> Tensor:
     return torch.tensor(ELEMENTS[element].values(), dtype=torch.float32, device=device)

@@ -90,7 +90,7 @@ class QTensor:
 def real_scales(scales: Tensor, scheme: Scheme, divisor: Tensor | None = None) -> Tensor:
     """Stored scales as float32 numbers: powers of two from their biased exponents, E4M3 scales divided by their divisor."""
     if scheme.scale == "e8m0":
-        return torch.ldexp(torch.ones((), device=scales.device), scales.to(torch.int32) - 127)
+        return torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.to(torch.int32) - 127)
     wide = scales.float()
     return wide if divisor is None else wide / divisor
 

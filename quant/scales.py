@@ -7,6 +7,7 @@ Power-of-two scales are kept as their biased exponents (uint8), E4M3 scales unde
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +19,12 @@ from quant.qtensor import SCALE_DTYPES, QTensor, real_scales, to_blocks
 from quant.scheme import Scheme
 
 # Smallest positive stored scale: half precision may use its subnormals (kernels widen them exactly), the wide types may not,
-# since processors that flush float32 subnormals to zero would divide by zero. For the same reason exponents start at -126.
+# since processors that flush float32 subnormals to zero would divide by zero. For the same reason exponents start at -126, and
+# a divisor is at most what keeps the smallest E4M3 scale over it a normal number.
 _SMALLEST = {"f16": 2.0**-24, "bf16": 2.0**-126, "f32": 2.0**-126}
 _E4M3_SMALLEST, _E4M3_LARGEST = 2.0**-9, 448.0
-_EXPONENTS = (-126, 127)
+_SMALLEST_EXPONENT, _LARGEST_EXPONENT = -126, 127
+_LARGEST_DIVISOR = 2.0**117
 
 
 def store_scales(scales: Tensor, scheme: Scheme, divisor: Tensor | None = None) -> Tensor:
@@ -47,7 +50,10 @@ def store_scales(scales: Tensor, scheme: Scheme, divisor: Tensor | None = None) 
     if scheme.scale == "f16":
         subnormal = scales < torch.finfo(stored).smallest_normal
         scales = torch.where(subnormal, torch.ceil(scales * 2.0**24) * 2.0**-24, scales)
-    return scales.clamp_min(_SMALLEST[scheme.scale]).to(stored)
+    rounded = scales.clamp_min(_SMALLEST[scheme.scale]).to(stored)
+    # Rounded up, the scale of a block at the end of float32's range would read back as infinity.
+    beyond = ~torch.isfinite(rounded.float() * scheme.top)
+    return torch.where(beyond, torch.nextafter(rounded, torch.zeros_like(rounded)), rounded) if bool(beyond.any()) else rounded
 
 
 def power_of_two(largest: Tensor, scheme: Scheme) -> Tensor:
@@ -55,29 +61,27 @@ def power_of_two(largest: Tensor, scheme: Scheme) -> Tensor:
 
     ``floor``: 2^(floor(log2 largest) - emax), as OCP MX v1.0; numbers above the largest element are clipped. ``even``: the same
     after rounding ``largest`` to the element's mantissa, so that what would round up to the next power takes it. ``ceil``: the
-    smallest power with which nothing is clipped.
+    smallest power with which nothing is clipped. Beyond 2^(127 - emax) no scale is given: the largest element would read back as
+    infinity, so that what lies there is clipped by any rule.
     """
     element = scheme.format
-    emax = 0 if scheme.element == "mxint8" else element.emax
-    if scheme.rule == "even":
-        # Adding half a unit of the last mantissa bit carries into the exponent exactly where rounding would.
-        half = 1 << (22 - element.mantissa_bits)
-        largest = (largest.view(torch.int32) + half).view(torch.float32) if element.exponent_bits else largest
-    if scheme.rule == "ceil":
-        mantissa, exponent = torch.frexp(largest / scheme.top)
-        power = torch.where(mantissa == 0.5, exponent - 1, exponent)
-    else:
-        power = torch.frexp(largest)[1] - 1 - emax
-    power = torch.where(largest > 0, power, torch.full_like(power, _EXPONENTS[0]))
-    return (power.clamp(*_EXPONENTS) + 127).to(torch.uint8)
+    mantissa, exponent = torch.frexp(largest)  # mantissa from 1/2 on, 0 for 0
+    power = exponent - 1 - element.emax
+    if scheme.rule == "even" and element.exponent_bits:
+        # The next power from the number on that would round up to it: all mantissa bits set, and half a unit of the last.
+        power = power + (mantissa >= 1 - 2.0 ** -(element.mantissa_bits + 2)).int()
+    elif scheme.rule == "ceil":
+        power = power + (mantissa > math.frexp(scheme.top)[0]).int()
+    power = torch.where(largest > 0, power, torch.full_like(power, _SMALLEST_EXPONENT))
+    return (power.clamp(_SMALLEST_EXPONENT, _LARGEST_EXPONENT - element.emax) + 127).to(torch.uint8)
 
 
 def tensor_divisor(largest: float, scheme: Scheme, device: torch.device) -> Tensor | None:
     """float32 ``[1]`` that maps the tensor's largest magnitude to the largest E4M3 scale; None where the scheme has none."""
     if scheme.scale != "e4m3":
         return None
-    found = _E4M3_LARGEST * scheme.top / max(largest, 2.0**-100)
-    return torch.tensor([min(max(found, 2.0**-100), 2.0**100)], device=device)
+    found = _E4M3_LARGEST * scheme.top / largest if largest else 1.0
+    return torch.tensor([min(found, _LARGEST_DIVISOR)], device=device)
 
 
 def block_range(matrix: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
@@ -106,12 +110,18 @@ def scales_from_range(low: Tensor, high: Tensor, scheme: Scheme, divisor: Tensor
     """Stored scales and zero points (``[rows, columns]`` each) of a grid that spans ``low`` .. ``high``.
 
     The zero point is computed with the *stored* scale. For ``fz`` it is float32 and unbounded, as in the source text's lab 4.
+
+    Raises:
+        SchemeError: a scale that the stored type cannot hold, or a range from low to high that float32 cannot.
     """
     if scheme.scale == "e8m0":
         return power_of_two(high, scheme), None
     if scheme.symmetric:
         return store_scales(high / scheme.top, scheme, divisor), None
-    scales = store_scales((high - low) / scheme.code_max, scheme)
+    span = high - low
+    if not bool(torch.isfinite(span).all()):
+        raise SchemeError(f"{scheme}: a block reaches from {float(low.min()):g} to {float(high.max()):g}; use a symmetric scheme")
+    scales = store_scales(span / scheme.code_max, scheme)
     zeros = torch.round(-low / scales.float())
     if scheme.zero == "fz":
         return scales, zeros

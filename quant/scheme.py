@@ -170,6 +170,11 @@ class Scheme:
             return self.code_max
         return 127 / 64 if self.element == "mxint8" else self.format.largest
 
+    @property
+    def shares_range(self) -> bool:
+        """Whether a float grid has a scale or divisor of the whole matrix, which fused matrices must have in common."""
+        return not self.integer and (self.blocks == "tensor" or self.scale == "e4m3")
+
     def block_grid(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Shape ``[rows, columns]`` of the scales of an ``[out, in]`` matrix (a short last group counts)."""
         out, width = shape

@@ -7,6 +7,8 @@ the better choice.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -19,28 +21,31 @@ STEPS = tuple(1 - 0.05 * step for step in range(1, 15))
 FINE = (-0.025, 0.025)
 
 
-def search_shrink(matrix: Tensor, scheme: Scheme) -> Tensor:
+def search_shrink(matrix: Tensor, scheme: Scheme, largest: float | None = None) -> Tensor:
     """Factors ``scheme.block_grid`` in (0, 1] for each block's range with the least squared error of the ``[out, in]`` weights.
 
-    Steps of 0.05, then half a step to both sides of each block's best. A block that nothing helps keeps 1.
+    Steps of 0.05, then half a step to both sides of each block's best. A block that nothing helps keeps 1. With ``largest``, of
+    all matrices that share the tensor-level scale, a scale of the whole tensor stays what they have in common.
     """
     matrix = matrix.float()
     best = torch.ones(scheme.block_grid((matrix.shape[0], matrix.shape[1])), device=matrix.device)
-    lowest = _error(matrix, scheme, best)
+    if largest is not None and scheme.blocks == "tensor":
+        return best
+
+    def error(shrink: Tensor) -> Tensor:
+        """Squared error of every block, float64: sums over large blocks must not drown their differences."""
+        change = round_to_nearest(matrix, scheme, shrink, largest).dequantise().double() - matrix
+        return block_sums(change.square_(), scheme)
+
+    lowest = error(best)
     for step in STEPS:
-        best, lowest = _better(matrix, scheme, torch.full_like(best, step), best, lowest)
+        best, lowest = _better(error, torch.full_like(best, step), best, lowest)
     coarse = best
     for step in FINE:
-        best, lowest = _better(matrix, scheme, (coarse + step).clamp_max(1), best, lowest)
+        best, lowest = _better(error, (coarse + step).clamp_max(1), best, lowest)
     return best
 
 
-def _better(matrix: Tensor, scheme: Scheme, tried: Tensor, best: Tensor, lowest: Tensor) -> tuple[Tensor, Tensor]:
-    error = _error(matrix, scheme, tried)
-    return torch.where(error < lowest, tried, best), torch.minimum(error, lowest)
-
-
-def _error(matrix: Tensor, scheme: Scheme, shrink: Tensor) -> Tensor:
-    """Squared error of every block, float64: sums over large blocks must not drown their differences."""
-    change = round_to_nearest(matrix, scheme, shrink).dequantise().double() - matrix
-    return block_sums(change.square_(), scheme)
+def _better(error: Callable[[Tensor], Tensor], tried: Tensor, best: Tensor, lowest: Tensor) -> tuple[Tensor, Tensor]:
+    found = error(tried)
+    return torch.where(found < lowest, tried, best), torch.minimum(found, lowest)

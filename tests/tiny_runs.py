@@ -62,12 +62,13 @@ def check_ledger(folder: Path, manifest: Manifest) -> None:
     for path in weight_files(folder):
         line, size = lines[path.name], path.stat().st_size
         tensors, metadata, header_bytes = read_header(path, path.name)
-        by_suffix = dict.fromkeys((*MATRIX_PARTS, "kept"), 0)
+        by_suffix = dict.fromkeys((*MATRIX_PARTS, "weight_global_scale", "kept"), 0)
         for name, info in tensors.items():
             suffix = name.rpartition(".")[2]
             by_suffix[suffix if suffix in by_suffix else "kept"] += info.nbytes
         assert line.total_bytes == size == header_bytes + sum(by_suffix.values())
-        assert (line.codes_bytes, line.scales_bytes) == (by_suffix["weight_packed"], by_suffix["weight_scale"])
+        scales = by_suffix["weight_scale"] + by_suffix["weight_global_scale"]
+        assert (line.codes_bytes, line.scales_bytes) == (by_suffix["weight_packed"], scales)
         assert (line.zeros_bytes, line.shape_bytes) == (by_suffix["weight_zero_point"], by_suffix["weight_shape"])
         assert (line.kept_bytes, line.header_bytes) == (by_suffix["kept"], header_bytes)
         assert metadata["format"] == "pt"

@@ -41,10 +41,13 @@ class PackQuantized:
     """Codec of ``pack-quantized``; stateless."""
 
     name = "pack-quantized"
+    quant_method = "compressed-tensors"
 
     def refusal(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:
+        if not scheme.integer:
+            return f"pack-quantized holds integers, and {scheme.element} is a float format"
         if scheme.zero == "fz":
-            return "a floating zero point is not stored by pack-quantized; use an integer zero point (zp)"
+            return "a floating zero point is not stored by pack-quantized; use an integer zero point"
         if isinstance(scheme.blocks, int) and shape[1] % scheme.blocks:
             return f"its {shape[1]} input columns are no multiple of the group size {scheme.blocks}"
         return None

@@ -26,6 +26,7 @@ number of times; where even that fails, the matrix is rounded to nearest. Each d
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,6 +44,7 @@ DAMPING = 0.01
 DAMPING_FLOOR = 1e-12
 DAMPING_TRIES = 5
 COLUMNS_AT_ONCE = 128
+_LARGEST_EXPONENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +162,13 @@ class _Grids:
         edges = set(range(0, width, COLUMNS_AT_ONCE)) | (set(range(0, width, self.size)) if self.updated else set())
         return sorted(edges)
 
-    def look(self, work: Tensor, start: int) -> None:
-        """Take the grid of the group that begins at column ``start`` from the weights of now."""
+    def look(self, work: Tensor, unit: float, start: int) -> None:
+        """Take the grid of the group that begins at column ``start`` from the weights of now, ``work`` times ``unit``."""
         if not self.updated or start % self.size:
             return
         group = start // self.size
         shrink = None if self.shrink is None else self.shrink[:, group : group + 1]
-        low, high = block_range(work[:, start : start + self.size], self.scheme)
+        low, high = block_range(work[:, start : start + self.size] * unit, self.scheme)
         if shrink is not None:
             low, high = low * shrink, high * shrink
         scales, zeros = scales_from_range(low, high, self.scheme, self.grid.divisor)
@@ -184,12 +186,15 @@ class _Grids:
 def _compensate(matrix: Tensor, grids: _Grids, factor: Factor, pull: Tensor | None) -> tuple[Tensor, Tensor]:
     """Snapped values (``quant.grid``) and what they were rounded from, ``[out, in]`` each, in the original order of columns."""
     order, upper, scheme = factor.order, factor.upper.float(), grids.scheme
-    work = matrix[:, order].clone()
+    # Sums of errors of weights near the end of float32's range would overflow: those are worked on in a larger unit, exactly.
+    unit = 2.0 ** max(math.frexp(float(matrix.abs().max()))[1] - _LARGEST_EXPONENT, 0)
+    work = matrix[:, order] / unit
     snapped, values = torch.empty_like(work), torch.empty_like(work)
     starts = grids.starts(work.shape[1])
     for start, stop in zip(starts, [*starts[1:], work.shape[1]], strict=True):
-        grids.look(work, start)
+        grids.look(work, unit, start)
         scale, zero = grids.columns(order, start, stop)
+        scale = scale / unit
         errors = torch.empty(work.shape[0], stop - start, device=work.device)
         for j in range(start, stop):
             s, z = scale[:, j - start], zero[:, j - start]
@@ -203,7 +208,7 @@ def _compensate(matrix: Tensor, grids: _Grids, factor: Factor, pull: Tensor | No
         if pull is not None:
             work[:, stop:] += values[:, start:stop] @ pull[start:stop, stop:]
     back = torch.argsort(order)
-    return snapped[:, back], values[:, back]
+    return snapped[:, back], values[:, back] * unit
 
 
 QUANTIZER = Gptq()
