@@ -68,7 +68,8 @@ class StaticScales:
         self.check_each()
         for name, scales in (("key", self.keys), ("value", self.values)):
             flat = [scale.flatten() for scale in scales if scale is not None]
-            if len(flat) > 1 and bool((torch.cat(flat) == flat[0][0]).all()):
+            # One layer may well have one scale, but no calibration finds exactly 1.0.
+            if flat and bool((torch.cat(flat) == flat[0][0]).all()) and (len(flat) > 1 or float(flat[0][0]) == 1.0):
                 raise SchemeError(f"all {name} scales are {float(flat[0][0]):g}: the cache was not calibrated")
 
     def check_each(self) -> None:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import struct
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from eval.kvcache import QuantisedCache, StaticScales, WithCache, calibrate
+from formats.broken import Broken
+from formats.integrity import verify_folder
+from formats.kv_files import SIDE_NAME
 from quant.errors import SchemeError
 from quant.kvscheme import KvScheme
+from tests.artefact import reseal
+from tests.conftest import write_tiny_tokenizer
+from tests.tiny_runs import run, write_text
 
 IDS = torch.randint(1, 256, (2, 24), generator=torch.Generator().manual_seed(0))
 SIZES = {
@@ -106,6 +114,30 @@ def test_crop_means_what_it_means_in_the_library() -> None:
     for cache in (ours, theirs):
         with pytest.raises(ValueError, match="crop"):
             cache.crop(4)
+
+
+def test_a_scale_of_one_everywhere_fails_in_a_single_layer_too() -> None:
+    """R78: no calibration finds exactly 1.0; one other number for a single layer is what a scheme per tensor asks for."""
+    for ones in (torch.ones(1), torch.ones(2, 1, 16)):
+        with pytest.raises(SchemeError, match="not calibrated"):
+            StaticScales([ones], [None]).check()
+    StaticScales([torch.tensor([0.37])], [None]).check()
+
+
+def test_a_scale_of_one_does_not_verify_where_there_is_one_layer(tmp_path: Path) -> None:
+    """R78: with a single scale per side there is nothing to compare with, but no calibration finds exactly 1.0."""
+    source, made = tmp_path / "source", tmp_path / "made"
+    model("Llama", num_hidden_layers=1).save_pretrained(source)
+    write_tiny_tokenizer(source)
+    run("rtn", source, made, write_text(tmp_path), "--kv-cache", "int8-static")
+    verify_folder(made)
+    path = made / SIDE_NAME
+    raw = path.read_bytes()
+    header = 8 + int.from_bytes(raw[:8], "little")
+    path.write_bytes(raw[:header] + struct.pack("<2f", 1, 1))
+    reseal(made, SIDE_NAME)
+    with pytest.raises(Broken, match="nothing was calibrated"):
+        verify_folder(made)
 
 
 def test_a_mask_reaches_the_model() -> None:
