@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from eval.kv_checks import check_owned, check_scales, head_shape
 from quant.errors import SchemeError
 from quant.kvcache import Stored, restore, static_scales, store
 from quant.kvscheme import KvScheme, Sharing
@@ -161,8 +162,8 @@ class QuantisedCache(Cache):
     ) -> None:
         text = check_config(config, scheme)
         count = int(text.num_hidden_layers)
-        self._shape = _head_shape(text)
-        _check_scales(scheme, scales, count, *self._shape)
+        self._shape = head_shape(text)
+        check_scales(scheme, scales, count, *self._shape)
         keys, values = (scales.keys, scales.values) if scales is not None else ([None] * count, [None] * count)
         layers: list[Any] = [
             QuantisedLayer(scheme, k, v) if only is None or layer in only else DynamicLayer()
@@ -191,45 +192,15 @@ class QuantisedCache(Cache):
 
 
 def check_config(config: Any, scheme: KvScheme) -> Any:
-    """The text configuration, after checking that every layer caches keys and values of its own and a head can be stored so.
-
-    Layers with a sliding window keep all their tokens too, and the mask hides those outside the window.
-    """
+    """The text configuration, after checking that every layer keeps all its tokens and a head can be stored so."""
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    if not kinds <= {"full_attention", "sliding_attention"}:
-        raise SchemeError(f"a cache of {', '.join(sorted(kinds))} layers is not supported yet: only attention to tokens is")
-    for key, meaning in (("kv_lora_rank", "latent vectors"), ("num_kv_shared_layers", "keys and values of other layers")):
-        if getattr(text, key, None):
-            raise SchemeError(
-                f"{scheme}: the model caches {meaning} ({key}), not keys and values of each layer: use a float cache (none)"
-            )
-    scheme.check(_head_shape(text)[1])
+    if kinds != {"full_attention"}:
+        raise SchemeError(f"a cache of {', '.join(sorted(kinds))} layers is not supported yet: only full attention is")
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    scheme.check(int(head_dim))
+    check_owned(text, scheme)
     return text
-
-
-def _head_shape(text: Any) -> tuple[int, int]:
-    """Heads and channels of cached keys and values."""
-    heads = int(text.num_attention_heads)
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return int(getattr(text, "num_key_value_heads", None) or heads), int(head_dim)
-
-
-def _check_scales(scheme: KvScheme, scales: StaticScales | None, layers: int, kv_heads: int, head_dim: int) -> None:
-    """Raise SchemeError unless ``scales`` are calibrated ones of this scheme for this cache."""
-    if not scheme.static and scales is None:
-        return
-    if scales is None or len(scales.keys) != layers or len(scales.values) != layers:
-        raise SchemeError(f"{scheme} needs calibrated scales for {layers} layers")
-    wanted = {"token": None, "channel": (kv_heads, 1, head_dim), "tensor": (1, 1, 1)}
-    for name, sharing, found in (("keys", scheme.keys, scales.keys), ("values", scheme.values, scales.values)):
-        for layer, scale in enumerate(found):
-            shape = None if scale is None else tuple(scale.shape)
-            if sharing == "tensor" and shape == (1,):
-                continue  # as engines, and so artefacts, store one number
-            if shape != wanted[sharing]:
-                raise SchemeError(f"{scheme}: scales of {name} in layer {layer} have shape {shape}, expected {wanted[sharing]}")
-    scales.check_each()
 
 
 class WithCache:

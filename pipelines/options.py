@@ -18,6 +18,8 @@ from quant.errors import UsageError
 from quant.quantizer import Option
 from quant.scheme import SCALE_BYTES, ScaleType, Scheme
 
+_PARTS_OF_A_SCHEME = ("bits", "group_size", "symmetric", "scale_dtype")
+
 
 def was_given(context: typer.Context, name: str) -> bool:
     """Whether an option was written on the command line."""
@@ -34,7 +36,7 @@ class Own:
 
 
 def own_options(context: typer.Context, method: str, **given: str | float | None) -> Own:
-    """Options of gptq that were given, and ``--mse``, checked. Raises UsageError where the method has no such quantiser."""
+    """What was given for every matrix alike, checked. Raises UsageError for options of gptq where the method has none."""
     mse = bool(context.params["mse"])
     if mse and context.params["clip"] and was_given(context, "clip"):
         raise UsageError("--mse and --clip choose the same ranges in two ways: give one of them")
@@ -50,7 +52,8 @@ def own_options(context: typer.Context, method: str, **given: str | float | None
     if not 0 <= float(found.get("asymmetric", 0)) <= 1:
         raise UsageError(f"--asymmetric is a share from 0 to 1, not {found['asymmetric']}")
     check_options(found)
-    return Own(tuple(sorted(found.items())), mse, storage_format(context.params["storage"]))
+    storage = context.params["storage"]
+    return Own(tuple(sorted(found.items())), mse, None if storage is None else get_codec(storage).name)
 
 
 def rules_of(
@@ -60,37 +63,47 @@ def rules_of(
     group_size: str,
     symmetric: bool,
     scale_dtype: str,
-    scheme: str | None,
     recipe: str | None,
     own: Own,
 ) -> tuple[Rule, ...]:
     """One rule for everything from the options, or those of the recipe; both at once would contradict each other."""
-    named = get_method(method).scheme
-    parts = [name for name in ("bits", "group_size", "symmetric", "scale_dtype") if was_given(context, name)]
-    flags = ", ".join("--" + name.replace("_", "-") for name in [*parts, *(["scheme"] if scheme is not None else [])])
     if recipe is not None:
-        if flags:
-            raise UsageError(f"{flags} cannot go with --recipe, which says the same per pattern: put it into {recipe}")
-        return load_recipe(find_recipe(recipe), method, own.options, own.mse, own.codec)
-    if named is not None and flags:
-        raise UsageError(f"{flags} cannot go with {method}, which names its own scheme: use rtn {flags}")
-    if scheme is not None and parts:
-        raise UsageError(f"{flags}: --scheme says all of a scheme, nothing else of it can be given")
-    if scheme is not None or named is not None:
-        found = Scheme.parse(str(scheme or named))
+        rules = _recipe_rules(context, method, recipe, own)
     else:
-        scales = cast(ScaleType, _choice("--scale-dtype", scale_dtype, tuple(SCALE_BYTES)))
-        found = Scheme(bits, "sym" if symmetric else "zp", parse_group_size(group_size), scales)
-    codec = own.codec or default_codec(found)
-    return (Rule("*", Quantise(found, get_method(method).quantizer, codec, own.options, own.mse)),)
+        scheme = _scheme(context, method, bits, group_size, symmetric, scale_dtype)
+        codec = own.codec or default_codec(scheme)
+        rules = (Rule("*", Quantise(scheme, get_method(method).quantizer, codec, own.options, own.mse)),)
+    _check_integers(rules, method, target=any(context.params[name] is not None for name in ("target_bpw", "target_bytes")))
+    return rules
 
 
-def storage_format(name: str | None) -> str | None:
-    """A codec's name as given. Raises UsageError with the names there are."""
-    return None if name is None else get_codec(name).name
+def _given(context: typer.Context, *names: str) -> str:
+    """Those of these options that were written on the command line, as they are written there."""
+    return ", ".join("--" + name.replace("_", "-") for name in names if was_given(context, name))
 
 
-def check_integers(rules: tuple[Rule, ...], method: str, *, target: bool) -> None:
+def _recipe_rules(context: typer.Context, method: str, recipe: str, own: Own) -> tuple[Rule, ...]:
+    flags = _given(context, *_PARTS_OF_A_SCHEME, "scheme")
+    if flags:
+        raise UsageError(f"{flags} cannot go with --recipe, which says the same per pattern: put it into {recipe}")
+    return load_recipe(find_recipe(recipe), method, own.options, own.mse, own.codec)
+
+
+def _scheme(context: typer.Context, method: str, bits: int, group_size: str, symmetric: bool, scale_dtype: str) -> Scheme:
+    """The method's own scheme, the one that was named, or the one of the four options."""
+    named, asked = get_method(method).scheme, context.params["scheme"]
+    flags = _given(context, *_PARTS_OF_A_SCHEME)
+    if named is not None and (flags or asked is not None):
+        raise UsageError(f"{flags or '--scheme'} cannot go with {method}, which names its own scheme: use rtn with it")
+    if asked is not None and flags:
+        raise UsageError(f"{flags}: --scheme says all of a scheme, nothing else of it can be given")
+    if asked is not None or named is not None:
+        return Scheme.parse(str(asked or named))
+    scales = cast(ScaleType, _choice("--scale-dtype", scale_dtype, tuple(SCALE_BYTES)))
+    return Scheme(bits, "sym" if symmetric else "zp", parse_group_size(group_size), scales)
+
+
+def _check_integers(rules: tuple[Rule, ...], method: str, *, target: bool) -> None:
     """Raise UsageError where a float scheme meets what only works out integers."""
     schemes = [rule.fate.scheme for rule in rules if isinstance(rule.fate, Quantise) and not rule.fate.scheme.integer]
     if schemes and get_method(method).learned:

@@ -15,7 +15,7 @@ from calib.methods import METHODS, get_method
 from eval.capacity.implications import Assumptions
 from formats.codec import codec_names
 from pipelines.cli import HELP_OPTIONS, run_app
-from pipelines.options import check_integers, default_output, device_name, own_options, rules_of, size_target, window_count
+from pipelines.options import default_output, device_name, own_options, rules_of, size_target, window_count
 from pipelines.prepare import Prepared, Request, prepare
 from pipelines.progress import Progress
 from pipelines.recipe import DEFAULT_BITS, DEFAULT_GROUP, preset_names
@@ -245,8 +245,7 @@ def main(
     chosen = get_method(method)
     scoring = get_convention(convention, window=window, bos=bos)
     own = own_options(context, method, order=order, scale_policy=scale_policy, damping=damping, asymmetric=asymmetric)
-    rules = rules_of(context, method, bits, group_size, symmetric, scale_dtype, scheme, recipe, own)
-    check_integers(rules, method, target=target_bpw is not None or target_bytes is not None)
+    rules = rules_of(context, method, bits, group_size, symmetric, scale_dtype, recipe, own)
     checked = {
         "--calibration-windows": calibration_windows,
         "--window": scoring.window - 1,

@@ -68,8 +68,12 @@ def _plan_record(prepared: Prepared) -> dict[str, Any]:
             prepared.evaluation,
             prepared.request.batch,
             prepared.request.streams,
+            prepared.request.self_written_windows,
+            prepared.request.tune_steps > 0,
         ),
-        "held_states_bytes": held_states_bytes(prepared.checkpoint, prepared.calibration, prepared.request.streams),
+        "held_states_bytes": held_states_bytes(
+            prepared.checkpoint, prepared.calibration, prepared.request.streams, prepared.request.self_written_windows
+        ),
         "convention": prepared.request.convention.name,
         "evaluation": prepared.evaluation.describe(),
         "calibration": None if prepared.calibration is None else prepared.calibration.describe(),

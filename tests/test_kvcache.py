@@ -221,8 +221,8 @@ def test_what_cannot_be_cached_is_refused_before_anything_runs(tiny_model: Calla
         QuantisedCache(model.config, KvScheme.parse("int8"))
     with pytest.raises(SchemeError, match="no multiple"):
         QuantisedCache(model.config, KvScheme.parse("int4"))  # heads of 16 channels, groups of 32
-    model.config.layer_types = ["linear_attention", "full_attention"]
-    with pytest.raises(SchemeError, match="linear_attention"):
+    model.config.layer_types = ["sliding_attention", "full_attention"]
+    with pytest.raises(SchemeError, match="sliding_attention"):
         QuantisedCache(model.config, KvScheme.parse("int8-token"))
 
 

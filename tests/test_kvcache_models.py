@@ -1,4 +1,4 @@
-"""The quantised cache in models of other families: memory, layers with a window, and what must be refused."""
+"""The quantised cache in models of other families: its memory, its masks, and what must be refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from eval.kvcache import QuantisedCache, StaticScales, WithCache, calibrate
+from eval.kvcache import QuantisedCache, StaticScales, WithCache
 from formats.broken import Broken
 from formats.integrity import verify_folder
 from formats.kv_files import SIDE_NAME
@@ -28,12 +28,6 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "pad_token_id": 0,
-}
-WINDOWED: dict[str, dict[str, Any]] = {
-    "Mistral": {"sliding_window": 8},
-    "Qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-    "Gemma2": {"sliding_window": 8, "head_dim": 16},
-    "Gemma3Text": {"sliding_window": 8, "head_dim": 16, "num_hidden_layers": 6},
 }
 LATENT = {
     "num_key_value_heads": 4,
@@ -67,25 +61,6 @@ def storage_bytes(cache: QuantisedCache) -> int:
         for stored in layer._stored:  # type: ignore[union-attr]
             found += sum(part.untyped_storage().nbytes() for part in (stored.codes, stored.scales) if part is not None)
     return found
-
-
-@pytest.mark.parametrize("name", WINDOWED)
-def test_layers_with_a_window_see_what_they_see_without_a_cache(name: str) -> None:
-    """Scales per token, one pass over the window against six tokens at a time; the window of 8 is well inside the 24 tokens."""
-    windowed = model(name, **WINDOWED[name])
-    scheme = KvScheme.parse("int8-token")
-    whole, pieces = (QuantisedCache(windowed.config, scheme) for _ in range(2))
-    with torch.inference_mode():
-        plain = windowed(IDS, use_cache=False).logits
-        found = windowed(IDS, use_cache=True, cache=whole).logits
-        parts = [windowed(part, use_cache=True, cache=pieces).logits for part in torch.split(IDS, 6, dim=1)]
-        unlimited = model(name, **{**WINDOWED[name], "sliding_window": 4096})(IDS, use_cache=False).logits
-    largest = float(plain.abs().max())
-    assert float((torch.cat(parts, dim=1) - found).abs().max()) < 1e-3 * largest
-    assert 0 < float((found - plain).abs().max()) < 0.03 * largest
-    assert float((unlimited - plain).abs().max()) > 0.1 * largest, "the window hid nothing"
-    assert whole.nbytes == IDS.numel() * scheme.bytes_per_token(len(whole.layers), 2, 16)
-    assert [tuple(keys.shape) for keys in calibrate(windowed, IDS).keys] == [(2, 1, 16)] * len(whole.layers)
 
 
 def test_cropped_tokens_give_their_memory_back() -> None:

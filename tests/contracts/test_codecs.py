@@ -14,7 +14,7 @@ from quant.qtensor import QTensor
 from quant.quantizers.rtn import round_to_nearest
 from quant.scheme import ALIASES, Scheme
 
-SHAPES = [(1, 32), (5, 64), (12, 96), (33, 192), (257, 40), (12, 33), (1, 1), (3, 576)]
+SHAPES = [(1, 32), (5, 64), (12, 96), (33, 192), (257, 64), (257, 40), (12, 33), (1, 1), (3, 576)]
 INTEGERS = [
     Scheme(bits, zero, blocks, scale)  # type: ignore[arg-type]
     for bits, zero, blocks, scale in itertools.product(

@@ -104,7 +104,7 @@ def test_weights_whose_squares_overflow_have_an_error_all_the_same(
 
 
 @pytest.mark.parametrize(
-    ("model", "options", "kind"), [("moe", [], SourceError), ("gpt2", [], SourceError), ("ragged", [], SchemeError)]
+    ("model", "options", "kind"), [("moe", ["--tune", "2"], SourceError), ("gpt2", [], SourceError), ("ragged", [], SchemeError)]
 )
 def test_awq_refuses_what_it_cannot_run_and_writes_nothing(
     model: str, options: list[str], kind: type[BitledgerError], tiny_model: Callable[[str], Path], text: Path, tmp_path: Path
