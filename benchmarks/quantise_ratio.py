@@ -1,8 +1,8 @@
-"""Wall time of ``rtn`` and ``awq`` over one float forward pass of the calibration tokens, in one run, and their peak memory.
+"""Wall time of methods over one float forward pass of the calibration tokens, in one run, and their peak memory.
 
 Each command runs in a process of its own, imports, reading, hashing and writing included, evaluation not. The forward pass
 (decoder only, float32, the same batches) is timed before, between and after, and its median is the denominator, so that a
-machine whose speed drifts hurts both alike. Aims: rtn at most 1.5, awq at most 6.
+machine whose speed drifts hurts both alike. Aims: rtn and the number formats at most 1.5, awq at most 6.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-AIMS = {"rtn": 1.5, "awq": 6.0}
+AIMS = {"rtn": 1.5, "mxfp4": 1.5, "mxfp8": 1.5, "nvfp4": 1.5, "awq": 6.0}
 _EVALUATION = ("evaluate float", "evaluate artefact")
 
 
@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=32)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--methods", nargs="+", choices=AIMS, default=list(AIMS))
     parser.add_argument("--forward", action="store_true", help="only time one forward pass and print its seconds")
     options = parser.parse_args()
     if options.forward:
@@ -108,7 +109,7 @@ def main() -> None:
     shared += ["--batch", str(options.batch)]
     forwards = [timed_forward(shared)]
     runs = {}
-    for method in AIMS:
+    for method in options.methods:
         runs[method] = timed_run(method, options.model, options.corpus, options.windows, options.length, options.batch)
         forwards.append(timed_forward(shared))
     unit = statistics.median(forwards)

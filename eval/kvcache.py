@@ -10,18 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, get_layer_types_and_kwargs
 
 from eval.kv_checks import check_owned, check_scales, head_shape
+from formats.kv_files import SIDES
+from formats.reader import Artefact
 from quant.errors import SchemeError
 from quant.kvcache import Stored, restore, static_scales, store
 from quant.kvscheme import KvScheme, Sharing
 
 Progress = Callable[[int, int], None]
+SLIDING = "sliding_attention"
 
 
 @dataclass
@@ -192,15 +196,27 @@ class QuantisedCache(Cache):
 
 
 def check_config(config: Any, scheme: KvScheme) -> Any:
-    """The text configuration, after checking that every layer keeps all its tokens and a head can be stored so."""
+    """The text configuration, after checking that every layer caches keys and values and a head can be stored so.
+
+    Layers with a sliding window keep all their tokens, too: the model's own mask hides those outside of the window, and the
+    bytes are those of full attention.
+    """
     text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise SchemeError(f"a cache of {', '.join(sorted(kinds))} layers is not supported yet: only full attention is")
+    others = set(layer_kinds(text)) - {"full_attention", SLIDING}
+    if others:
+        raise SchemeError(
+            f"a cache of {', '.join(sorted(others))} layers is not supported yet: only full and sliding attention are"
+        )
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     scheme.check(int(head_dim))
     check_owned(text, scheme)
     return text
+
+
+def layer_kinds(text: Any) -> list[str]:
+    """Kind of every layer, as the library's own cache sees them: some configurations give a window and name no kinds."""
+    kinds: list[str] = get_layer_types_and_kwargs(text)[0]
+    return kinds
 
 
 class WithCache:
@@ -254,3 +270,19 @@ def _starts(text: Any, windows: int, length: int) -> Tensor:
     if not rotates or room <= 0 or windows < 2:
         return torch.zeros(windows, dtype=torch.int64)
     return torch.linspace(0, room, windows).round().to(torch.int64)
+
+
+def stored_cache(folder: Path, config: Any) -> QuantisedCache:
+    """An empty cache as the artefact in ``folder`` describes it, for its model of the transformers ``config``.
+
+    Raises:
+        SchemeError: the artefact describes none.
+    """
+    found = Artefact(folder).kv_cache()
+    if found is None:
+        raise SchemeError(f"{folder} describes no quantised cache: make one with --kv-cache")
+    scheme, scales = found
+    count = int(config.get_text_config().num_hidden_layers)
+    sides = ([scales.get((side, layer)) for layer in range(count)] for side in SIDES)
+    static = StaticScales(*([s if s is None or s.ndim == 3 else s.reshape(1, 1, 1) for s in each] for each in sides))
+    return QuantisedCache(config, scheme, static if scheme.static else None)

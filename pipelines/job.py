@@ -146,9 +146,8 @@ class Job:
         metadata = header_metadata(request.method.name, prepared.plans)
         skeleton = Skeleton(prepared.checkpoint.folder)
         use_stored_names(skeleton, prepared.checkpoint.tensors)
-        check_cache(skeleton.model.config, prepared.kv)
         skeleton.check_stored({name: info.shape for name, info in prepared.checkpoint.tensors.items()})
-        result = Quantised()
+        result = Quantised(notes=check_cache(skeleton.model.config, prepared.kv))
         if request.self_written_windows and request.calibrates:
             result.notes.append(self._text().note())
         with ShardedWriter(folder, groups, metadata, request.shard_bytes) as writer:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eval.kv_quality import BLAME_TOKENS, KvQuality, blamed_layers, cache_measurements, cache_warning, measure_cache
-from eval.kvcache import KvEvidence, StaticScales, WithCache, calibrate, check_config
+from eval.kvcache import SLIDING, KvEvidence, StaticScales, WithCache, calibrate, check_config, layer_kinds
 from eval.perplexity import WindowLosses
 from formats.kv_files import KvPlan
 from formats.kv_write import StoredCache, store_cache
@@ -128,10 +128,10 @@ def _on(scales: StaticScales | None, device: str) -> StaticScales | None:
     return StaticScales(*([None if s is None else s.to(device) for s in each] for each in (scales.keys, scales.values)))
 
 
-def check_cache(config: Any, plan: KvPlan | None) -> None:
-    """Raise SchemeError for a model whose cache cannot be quantised; asked before any work on the weights."""
+def check_cache(config: Any, plan: KvPlan | None) -> list[Note]:
+    """Notes on a model's cache. Raises SchemeError where it cannot be quantised; asked before any work on the weights."""
     if plan is None:
-        return
+        return []
     text = check_config(config, plan.scheme)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -140,3 +140,13 @@ def check_cache(config: Any, plan: KvPlan | None) -> None:
             f"{plan.scheme}: config.json gives a cache of {plan.layers} x {plan.kv_heads} x {plan.head_dim}, the architecture "
             f"one of {text.num_hidden_layers} x {kv_heads} x {head_dim}"
         )
+    windowed = layer_kinds(text).count(SLIDING)
+    if not windowed:
+        return []
+    return [
+        Note(
+            "kv-cache",
+            f"{windowed} of {plan.layers} layers look at a sliding window; bytes per token are counted as if they kept "
+            "all tokens, as this project's cache does",
+        )
+    ]

@@ -11,7 +11,7 @@ zero       ``sym``: signed codes in [-(2^(b-1)-1), 2^(b-1)-1], the *restricted* 
            that a second quantisation changes nothing (but for blocks whose float16 scale is subnormal, and the last bit of
            float32 scales).
            ``zp``: codes 0 .. 2^b-1 with a stored integer zero point in the same range; the range always includes 0.
-           ``fz``: the floating zero point of the source text's lab 4: round(-min/scale), unbounded; never stored by a codec.
+           ``fz``: the floating zero point of the source text's lab 4: round(-min/scale), unbounded; only ``dense`` stores it.
 blocks     ``g<size>`` along the input dimension (last one may be short), ``channel`` (one per output row), ``tensor``
 scale      ``f16``, ``bf16`` or ``f32``: the type in which the scale is stored; codes are made with the stored scale
 =========  ==========================================================================================================

@@ -13,13 +13,13 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from eval.kvcache import QuantisedCache, StaticScales
+from eval.kvcache import stored_cache
 from eval.recheck import recheck_measurements
 from formats.broken import Broken
 from formats.integrity import verify_folder
 from formats.kv_files import CONFIG_KEY, SIDE_NAME, plan_kv
 from formats.manifest import Manifest
-from formats.reader import Artefact, load_model
+from formats.reader import load_model
 from quant.errors import CoverageError, SchemeError
 from quant.kvscheme import KvScheme
 from tests.artefact import edit, reseal
@@ -111,17 +111,15 @@ def test_an_artefact_with_a_cache_verifies_and_its_cache_can_be_built_from_its_f
     folder, manifest = made(cache)
     verify_folder(folder)
     assert "5 figures" in str(recheck_measurements(folder, manifest))
-    found = Artefact(folder).kv_cache()
-    assert found is not None
-    scheme, scales = found
-    assert scheme == KvScheme.parse(cache)
-    sides = ([scales.get((side, layer)) for layer in range(2)] for side in ("keys", "values"))
     model = load_model(folder)
-    held = QuantisedCache(model.config, scheme, StaticScales(*sides) if scheme.static else None)
+    held = stored_cache(folder, model.config)
     ids = torch.arange(20)[None]
     with torch.inference_mode():
-        model(ids, use_cache=True, cache=held)
+        logits = model(ids, use_cache=True, cache=held).logits
+        plain = model(ids, use_cache=False).logits
+    assert 0 < float((logits - plain).norm()) < 0.1 * float(plain.norm())
     assert manifest.kv_cache is not None
+    assert KvScheme.parse(cache) == KvScheme.parse(manifest.kv_cache.scheme)
     assert held.nbytes == 20 * manifest.kv_cache.bytes_per_token
 
 

@@ -221,9 +221,33 @@ def test_what_cannot_be_cached_is_refused_before_anything_runs(tiny_model: Calla
         QuantisedCache(model.config, KvScheme.parse("int8"))
     with pytest.raises(SchemeError, match="no multiple"):
         QuantisedCache(model.config, KvScheme.parse("int4"))  # heads of 16 channels, groups of 32
-    model.config.layer_types = ["sliding_attention", "full_attention"]
-    with pytest.raises(SchemeError, match="sliding_attention"):
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(SchemeError, match="linear_attention"):
         QuantisedCache(model.config, KvScheme.parse("int8-token"))
+
+
+@pytest.mark.parametrize("name", ["Mistral", "Gemma2"])
+def test_a_sliding_window_hides_what_it_hides_without_a_cache(name: str) -> None:
+    """Mistral names no kinds of layers, Gemma alternates; 40 tokens and a window of 8, at once, in tens and one by one."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=256, num_key_value_heads=2, sliding_window=8, pad_token_id=0, **sizes
+    )
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    scheme = KvScheme.parse("int8-token")
+    ids = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        plain = model(ids, use_cache=False).logits
+        whole = WithCache(model, scheme)(ids).logits
+        for step in (10, 1):
+            cache = QuantisedCache(model.config, scheme)
+            parts = [model(ids[:, i : i + step], use_cache=True, cache=cache).logits for i in range(0, 40, step)]
+            torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=1e-3)
+    assert cache.nbytes == ids.numel() * scheme.bytes_per_token(layers=2, kv_heads=2, head_dim=16)
+    assert 0 < float((whole - plain).abs().max()) < 0.05 * float(plain.abs().max())
 
 
 def test_bytes_per_token_by_hand() -> None:

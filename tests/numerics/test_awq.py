@@ -16,6 +16,8 @@ ZEROS: tuple[Zero, ...] = ("sym", "zp")
 BLOCKS: tuple[Blocks, ...] = (32, "channel", "tensor")
 ALL = [Scheme(bits, zero, blocks) for bits, zero, blocks in itertools.product(range(2, 9), ZEROS, BLOCKS)]
 
+ALL += [Scheme.parse(name) for name in ("mxfp4", "mxfp6-e3m2", "mxfp8", "mxint8", "nvfp4", "fp8", "e2m1-b32-e8m0.even")]
+
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

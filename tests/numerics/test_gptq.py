@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from calib.evidence import Evidence
 from quant.quantizers.gptq import DAMPING, Gptq
 from quant.quantizers.rtn import round_to_nearest
 from quant.scheme import Scheme
+from tests.numerics.number_oracle import nearest
 
 SCHEMES = [Scheme.parse(name) for name in ("int4-sym-g8-f32", "int3-zp-g16-f16", "int2-sym-channel-f32", "int8-zp-tensor-f32")]
 
@@ -51,6 +54,35 @@ def test_every_code_equals_the_dense_oracle(scheme: Scheme, order: bool) -> None
         )
         found = Gptq(order="energy" if order else "none")(matrix, scheme, evidence).qtensor
         assert torch.equal(found.codes.double(), oracle(matrix, scheme, evidence.gram, columns))
+
+
+def float_oracle(matrix: Tensor, scheme: Scheme, gram: Tensor, order: list[int]) -> Tensor:
+    """Numbers before scaling by the same definition, each the nearest one of the format in exact fractions."""
+    steps = round_to_nearest(matrix, scheme).steps().double()
+    h = gram.double() + DAMPING * gram.double().diagonal().mean() * torch.eye(len(gram), dtype=torch.float64)
+    size = scheme.blocks if isinstance(scheme.blocks, int) else matrix.shape[1]
+    work, levels = matrix.double().clone(), torch.zeros(matrix.shape, dtype=torch.float64)
+    left = list(order)
+    while left:
+        inverse = torch.linalg.inv(h[left][:, left])
+        j = left[0]
+        step = steps[:, j // size].expand(len(matrix))
+        exact = [Fraction(value) for value in (work[:, j] / step).tolist()]
+        levels[:, j] = torch.tensor([float(nearest(scheme.element, value)) for value in exact], dtype=torch.float64)
+        work[:, left] -= ((work[:, j] - levels[:, j] * step) / inverse[0, 0]).unsqueeze(1) * inverse[0].unsqueeze(0)
+        left = left[1:]
+    return levels
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp8", "mxint8", "nvfp4", "fp8", "fp8-tensor"])
+def test_every_number_of_a_float_grid_equals_the_dense_oracle(name: str) -> None:
+    scheme = Scheme.parse(name)
+    for seed in range(3):
+        matrix = torch.randn(6, 48, generator=torch.Generator().manual_seed(seed)) * 0.02
+        evidence = Evidence.of(correlated(200, 48, seed))
+        columns = torch.argsort(evidence.gram.diagonal().double(), descending=True, stable=True).tolist()
+        found = Gptq()(matrix, scheme, evidence).qtensor
+        assert torch.equal(found.levels().double(), float_oracle(matrix, scheme, evidence.gram, columns))
 
 
 def test_blocked_updates_equal_the_oracle_past_a_block_of_columns() -> None:

@@ -111,7 +111,7 @@ def test_what_is_read_back_is_what_numpy_reads_back(scheme: KvScheme, case: str)
 @pytest.mark.parametrize("case", [case for case in CASES if case != "subnormal"])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_twice_is_once(scheme: KvScheme, case: str) -> None:
-    """What was read back has its own scale; a subnormal one is rounded up and not among these: a second pass finds a finer one."""
+    """What was read back has its own scale. Subnormal ones are left out: rounded up once, a second pass finds a finer one."""
     x = numbers(case)
     sharing = scheme.keys
     stored, static = kept(x, scheme, sharing)
