@@ -90,7 +90,7 @@ class AwqBlock:
         before = {name: value for name, value in block.weights.items() if name not in schemes}
         for group in reversed(wanted) if self.scaling else ():
             found = evidence[group.consumers[0]]
-            factors = self._factors(block, group, found, schemes, place)
+            factors = self._factors(block, group, found, schemes, (index, inputs))
             if factors is None:
                 continue
             exact, notes = fold_verified(
@@ -125,10 +125,10 @@ class AwqBlock:
         return [*((seen[name], 0.0) for name in group.consumers if name in seen), (output - sample, noise)]
 
     def _factors(
-        self, block: ScaledBlock, group: FeedGroup, found: Evidence, schemes: Mapping[str, Scheme], place: str
+        self, block: ScaledBlock, group: FeedGroup, found: Evidence, schemes: Mapping[str, Scheme], where: tuple[int, BlockInputs]
     ) -> Tensor | None:
         """Factors worth folding, or None; every reason but 'plain rounding is best' is noted."""
-        name = group.consumers[0]
+        name, place = group.consumers[0], f"{self.runner.skeleton.blocks_name}.{where[0]}"
         if group.producer is None:
             block.notes.append(Note("not-scaled", f"{place}.{name}: nothing that produces its input can take factors"))
             return None
@@ -143,9 +143,20 @@ class AwqBlock:
             free = group.producer.channel >= 0
             share = group.producer.channel.clamp_min(0)
         consumers = [Consumer(block.weights[f"{consumer}.weight"], schemes[f"{consumer}.weight"]) for consumer in group.consumers]
-        choice = search_factors(consumers, found.gram, share, free)
+        choice = self._choose(where, group, found, consumers, (share, free))
         block.choices[name] = choice
         return None if choice.exponents == (0.0, 0.0) else choice.factors
+
+    def _choose(
+        self,
+        where: tuple[int, BlockInputs],
+        group: FeedGroup,
+        found: Evidence,
+        consumers: Sequence[Consumer],
+        limits: tuple[Tensor | None, Tensor | None],
+    ) -> ScaleChoice:
+        """Factors for a group whose input can take them; ``limits``: which channels share a factor, and which are free."""
+        return search_factors(consumers, found.gram, *limits)
 
     def _clip(self, block: ScaledBlock, group: FeedGroup, found: Evidence, schemes: Mapping[str, Scheme], prefix: str) -> None:
         for consumer in group.consumers:

@@ -19,7 +19,9 @@ from calib.methods import Method
 from calib.naming import naming
 from calib.quantise import FamilyRanges, Quantised, Report, Sink, put_alone, round_alone, stored_values
 from calib.rounding import ITERATIONS, LearnedRounding, Target
+from calib.smooth import SmoothBlock
 from formats.checkpoint import TORCH_DTYPES, Checkpoint
+from formats.codec import get_codec
 from formats.fates import Keep, Quantise, TensorPlan
 from formats.skeleton import Skeleton
 from formats.tables import is_head, is_table
@@ -46,6 +48,19 @@ def check_linears(skeleton: Skeleton, plans: Sequence[TensorPlan]) -> None:
         )
 
 
+def block_scaler(
+    method: Method, runner: BlockRunner, plans: Sequence[TensorPlan], *, clip: bool, alpha: float | None
+) -> AwqBlock:
+    """What scales every block before its codes are made, by the method's transform."""
+    if method.transform != "smoothquant":
+        return AwqBlock(runner, scale=method.transform == "awq", clip=clip)
+    layouts = {plan.fate.codec for plan in plans if isinstance(plan.fate, Quantise)}
+    rounded = {get_codec(name).activations for name in layouts} - {None}
+    if not rounded:
+        raise SourceError(f"{method.name} smooths inputs that are rounded, and no matrix is stored with rounded inputs: use awq")
+    return SmoothBlock(runner, alpha, next(scheme for scheme in rounded if scheme is not None))
+
+
 class BlockwiseDriver:
     """Calibrates and quantises block by block; what lies before and after the blocks is streamed.
 
@@ -53,6 +68,7 @@ class BlockwiseDriver:
         method: its transform scales every block first, if it has one; the plans say which quantiser makes the codes.
         clip: search the clipping of the grids.
         learn_iterations: steps per block of learned rounding, where the method has it.
+        alpha: of smoothing, where the method has it; None searches it.
         result: takes the notes of the run.
     """
 
@@ -68,6 +84,7 @@ class BlockwiseDriver:
         device: str,
         clip: bool,
         learn_iterations: int = ITERATIONS,
+        alpha: float | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.plans = plans
@@ -75,7 +92,7 @@ class BlockwiseDriver:
         self.sink = sink
         self._plan_of = {plan.name: plan for plan in plans}
         self.runner = BlockRunner(skeleton, self._fetch, device)
-        self.awq = AwqBlock(self.runner, scale=method.transform == "awq", clip=clip)
+        self.scaler = block_scaler(method, self.runner, plans, clip=clip, alpha=alpha)
         self.learned = LearnedRounding(self.runner, learn_iterations) if method.learned else None
         self.float_inputs: BlockInputs | None = None
         self._groups: dict[tuple[tuple[str, ...], ...], tuple[FeedGroup, ...]] = {}
@@ -125,7 +142,7 @@ class BlockwiseDriver:
             plan.name.removeprefix(prefix): getattr(torch, TORCH_DTYPES[plan.stored_dtype]) for plan in plans
         }
         groups = self._graph(index, inputs)
-        scaled = self.awq.scale(index, inputs, groups, {name: fate.scheme for name, fate in fates.items()}, dtypes)
+        scaled = self.scaler.scale(index, inputs, groups, {name: fate.scheme for name, fate in fates.items()}, dtypes)
         self.result.notes += scaled.notes
         floats = self.float_inputs
         target = self._advance_floats(index, last=last)

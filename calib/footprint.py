@@ -18,6 +18,8 @@ FLOAT = 4
 SEARCH_COPIES = 8
 # Float copies of the logits while a loss is computed (logits and log-softmax).
 LOGIT_COPIES = 2
+# Float copies of one window's logits while a cache is measured: of two models, and a chunk's log-softmax of each.
+CACHE_LOGITS = 4
 # Tensors as wide as the widest layer that one block's forward pass holds at once.
 LIVE_ACTIVATIONS = 5
 # Codes, levels in bfloat16, and a block's matrices made again while gradients are taken.
@@ -54,6 +56,7 @@ def peak_bytes(
     streams: int = 1,
     written: int = 0,
     tuned: bool = False,
+    cached: bool = False,
 ) -> int:
     """Expected largest resident size in bytes.
 
@@ -61,6 +64,7 @@ def peak_bytes(
         streams: 2 where the float model runs beside the quantised one.
         written: windows that the model writes itself, for which it is in memory whole.
         tuned: whether scales and norms are trained in the end.
+        cached: whether a quantised cache is measured, with the float model and the artefact side by side.
     """
     elements = {plan.name: plan.info.elements for plan in plans if not isinstance(plan.fate, Alias)}
     matrices = [plan for plan in plans if isinstance(plan.fate, Quantise)]
@@ -86,6 +90,8 @@ def peak_bytes(
     count, length = len(evaluation.ids), evaluation.length
     logits = LOGIT_COPIES * min(batch, max(count, 1)) * length * vocabulary * FLOAT
     evaluate = sum(elements.values()) * FLOAT + logits
+    if cached:
+        evaluate = max(evaluate, 2 * sum(elements.values()) * FLOAT + CACHE_LOGITS * length * vocabulary * FLOAT)
     return INTERPRETER_BYTES + max(quantise, evaluate)
 
 

@@ -17,6 +17,7 @@ class Method:
         transform: module of ``quant.transforms`` that rescales matrices first, or None.
         quantizer: module of ``quant.quantizers`` that makes the codes.
         learned: refine the codes by learned rounding, block by block.
+        codec: name of the layout that the method is meant for, or None for the scheme's own.
         scheme: name of the scheme that the method stands for, or None where it is chosen apart from it.
         summary: one line for help texts.
     """
@@ -27,6 +28,7 @@ class Method:
     summary: str
     learned: bool = False
     scheme: str | None = None
+    codec: str | None = None
 
     @property
     def needs_calibration(self) -> bool:
@@ -35,6 +37,8 @@ class Method:
 
 # Schemes that are methods by themselves: rounding to nearest is what their specifications describe.
 NUMBER_FORMATS = ("mxfp4", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp8", "mxint8", "nvfp4", "fp8")
+
+W8A8 = "int8-sym-channel-f32"
 
 METHODS = {
     method.name: method
@@ -47,6 +51,22 @@ METHODS = {
         Method("awq+learned", "rtn", "awq", "the scaling of awq, then learned rounding", True),
         Method("gptq+learned", "gptq", None, "the codes of gptq, refined by learned rounding", True),
         Method("awq+gptq+learned", "gptq", "awq", "the scaling of awq, the codes of gptq, refined by learned rounding", True),
+        Method(
+            "smoothquant",
+            "rtn",
+            "smoothquant",
+            "ranges moved from inputs into weights, then 8-bit weights and inputs (Xiao et al. 2023)",
+            scheme=W8A8,
+            codec="int-quantized",
+        ),
+        Method(
+            "smoothquant+gptq",
+            "gptq",
+            "smoothquant",
+            "the smoothing of smoothquant, then the codes of gptq",
+            scheme=W8A8,
+            codec="int-quantized",
+        ),
         *(
             Method(name, "rtn", None, f"round to nearest as {ALIASES[name]}, no data needed", scheme=name)
             for name in NUMBER_FORMATS

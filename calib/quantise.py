@@ -112,6 +112,7 @@ class TensorSink:
                 scheme=str(quantise.scheme) if quantise else None,
                 quantizer=quantise.quantizer if quantise else None,
                 codec=quantise.codec if quantise else None,
+                activations=_activations(quantise),
                 alias_of=plan.fate.of if isinstance(plan.fate, Alias) else None,
                 copy_of=plan.copy_of,
                 reason=reason,
@@ -145,6 +146,11 @@ def stored_values(checkpoint: Checkpoint, plan: TensorPlan) -> Tensor:
             f"{plan.name}: a value of {largest:g} overflows {plan.stored_dtype}; keep it in its own type, or as bf16"
         )
     return value.to(dtype)
+
+
+def _activations(fate: Quantise | None) -> str | None:
+    found = None if fate is None else get_codec(fate.codec).activations
+    return None if found is None else str(found)
 
 
 def _norm(matrix: Tensor) -> float:

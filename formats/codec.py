@@ -10,6 +10,7 @@ import pkgutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from quant.activations import ActivationScheme
 from quant.errors import UsageError
 from quant.scheme import Scheme
 
@@ -41,6 +42,11 @@ class Codec(Protocol):
     @property
     def quant_method(self) -> str | None:
         """What engines know the layout's family by, or None for a layout that is this project's own."""
+        ...
+
+    @property
+    def activations(self) -> ActivationScheme | None:
+        """How engines round the inputs of matrices that are stored so, or None where they leave them alone."""
         ...
 
     def refusal(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:

@@ -21,6 +21,7 @@ from formats.folder import INDEX_NAME, SINGLE_NAME
 from formats.header import TensorInfo, read_header
 from formats.kv_files import CONFIG_KEY, plan_kv
 from formats.skeleton import Skeleton, model_config, quiet_transformers
+from quant.activations import ActivationScheme
 from quant.errors import CoverageError, SourceError
 from quant.kvscheme import KvScheme
 from quant.qtensor import QTensor
@@ -59,8 +60,9 @@ class Artefact:
     def modules(self) -> Iterator[str]:
         """Names of the quantised modules."""
         for name in self.tensors:
-            if name.endswith("." + _PACKED):
-                yield name.removesuffix("." + _PACKED)
+            module, _, leaf = name.rpartition(".")
+            if leaf == _PACKED or (leaf == "weight" and f"{module}.weight_scale" in self.tensors):
+                yield module
 
     def qtensor(self, module: str) -> QTensor:
         """The quantised matrix of a module."""
@@ -68,11 +70,15 @@ class Artefact:
         prefix = module + "."
         parts = {name.removeprefix(prefix): name for name in self.tensors if name.startswith(prefix) and name != prefix + "bias"}
         tensors = {suffix: self.tensor(name) for suffix, name in parts.items()}
-        shape = tensors["weight_shape"].tolist()
+        shape = tensors["weight_shape"].tolist() if "weight_shape" in tensors else list(tensors["weight"].shape)
         codec = get_codec(group["format"])
         return codec.unpack(
             tensors, codec.scheme_of_group(group, self.tensors[parts["weight_scale"]].dtype), (shape[0], shape[1])
         )
+
+    def activations(self, module: str) -> ActivationScheme | None:
+        """How the inputs of a quantised module are rounded while running, or None."""
+        return get_codec(self._group(module)["format"]).activations
 
     def _group(self, module: str) -> Mapping[str, Any]:
         groups: Mapping[str, Mapping[str, Any]] = self.config["quantization_config"]["config_groups"]
@@ -116,7 +122,7 @@ class Artefact:
 
 
 def load_model(folder: Path, dtype: str = "float32", report: Callable[[int, int], None] | None = None) -> Any:
-    """The transformers model that the stored bytes mean, dequantised, in evaluation mode.
+    """The transformers model that the stored bytes mean, dequantised, in evaluation mode; it rounds inputs where engines do.
 
     Args:
         folder: an artefact of ours, or any float checkpoint.
@@ -130,7 +136,10 @@ def load_model(folder: Path, dtype: str = "float32", report: Callable[[int, int]
     skeleton = Skeleton(folder)
     names = set(skeleton.parameter_names())
     stored = {name: tensor.to(wanted) for name, tensor in artefact.float_tensors()}
+    rounded = {module: found for module in artefact.modules() if (found := artefact.activations(module)) is not None}
     if not set(stored) <= names:
+        if rounded:
+            raise SourceError(f"{folder}: inputs of experts cannot be rounded here, the first is {next(iter(rounded))}")
         return _load_renamed(skeleton, folder, stored, wanted)
     for name, tensor in stored.items():
         skeleton.set(name, tensor)
@@ -138,7 +147,13 @@ def load_model(folder: Path, dtype: str = "float32", report: Callable[[int, int]
     missing = skeleton.missing()
     if missing:
         raise CoverageError(f"{folder}: {len(missing)} parameters of the architecture are not stored, the first is {missing[0]}")
+    for module, scheme in rounded.items():
+        skeleton.model.get_submodule(module).register_forward_pre_hook(_rounding(scheme))
     return skeleton.model.to(wanted)
+
+
+def _rounding(scheme: ActivationScheme) -> Callable[[Any, tuple[Any, ...]], tuple[Any, ...]]:
+    return lambda module, args: (scheme.rounded(args[0]), *args[1:])
 
 
 def _load_renamed(skeleton: Skeleton, folder: Path, stored: dict[str, Tensor], dtype: torch.dtype) -> Any:

@@ -78,7 +78,7 @@ class TensorRecord(Record):
     ``quantised`` has a scheme, a codec and parts; ``kept`` (bytes as in the source, or rounded to the type of its part) and
     ``folded`` (float values changed by a transform) have one part; ``alias`` has none and names the tensor that is stored.
     ``copy_of`` names the source tensor whose values a second one was made from, where a tied pair is stored as two.
-    ``quantizer`` made the codes. ``nbytes`` is the sum of the parts,
+    ``quantizer`` made the codes, ``activations`` is how inputs are rounded while running. ``nbytes`` is the sum of the parts,
     ``bits_per_weight`` counts codes, scales and zeros, ``relative_error`` is ||W - Q|| / ||W||. ``module_class`` is the class of
     the module that owns the tensor (``Linear``), by which engines find what a configuration targets.
     """
@@ -91,6 +91,7 @@ class TensorRecord(Record):
     scheme: str | None = None
     codec: str | None = None
     quantizer: str | None = None
+    activations: str | None = None
     alias_of: str | None = None
     copy_of: str | None = None
     reason: str = ""

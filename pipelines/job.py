@@ -182,6 +182,7 @@ class Job:
             device=request.device,
             clip=request.clip,
             learn_iterations=request.learn_iterations,
+            alpha=request.alpha,
         )
         with self.progress.stage("quantise") as report:
             driver.run(self._text().training, request.batch, report)

@@ -71,7 +71,7 @@ def rules_of(
         rules = _recipe_rules(context, method, recipe, own)
     else:
         scheme = _scheme(context, method, bits, group_size, symmetric, scale_dtype)
-        codec = own.codec or default_codec(scheme)
+        codec = own.codec or get_method(method).codec or default_codec(scheme)
         rules = (Rule("*", Quantise(scheme, get_method(method).quantizer, codec, own.options, own.mse)),)
     _check_integers(rules, method, target=any(context.params[name] is not None for name in ("target_bpw", "target_bytes")))
     return rules
@@ -86,7 +86,7 @@ def _recipe_rules(context: typer.Context, method: str, recipe: str, own: Own) ->
     flags = _given(context, *_PARTS_OF_A_SCHEME, "scheme")
     if flags:
         raise UsageError(f"{flags} cannot go with --recipe, which says the same per pattern: put it into {recipe}")
-    return load_recipe(find_recipe(recipe), method, own.options, own.mse, own.codec)
+    return load_recipe(find_recipe(recipe), method, own.options, own.mse, own.codec or get_method(method).codec)
 
 
 def _scheme(context: typer.Context, method: str, bits: int, group_size: str, symmetric: bool, scale_dtype: str) -> Scheme:
@@ -123,6 +123,21 @@ def size_target(context: typer.Context, bits_per_weight: float | None, file_byte
     if not (bits_per_weight or file_bytes or 0) > 0:
         raise UsageError(f"a size target is above 0, not {bits_per_weight if file_bytes is None else file_bytes}")
     return SizeTarget(bits_per_weight, file_bytes)
+
+
+def smoothing_share(context: typer.Context, method: str, text: str) -> float | None:
+    """The alpha of smoothing, or None where it is searched. Raises UsageError for no share, or a method that does not smooth."""
+    if was_given(context, "alpha") and get_method(method).transform != "smoothquant":
+        raise UsageError(f"--alpha: {method} does not smooth; it is an option of smoothquant and smoothquant+gptq")
+    if text == "search":
+        return None
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found <= 1:
+        raise UsageError(f"--alpha is a share from 0 to 1 or 'search', not {text!r}")
+    return found
 
 
 def window_count(text: str) -> int | Literal["all"]:

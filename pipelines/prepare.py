@@ -62,6 +62,7 @@ class Request:
     tune_steps: int
     self_written_windows: int
     learn_iterations: int
+    alpha: float | None
     target: SizeTarget | None
     kv_scheme: KvScheme | None
     force: bool

@@ -15,7 +15,7 @@ from calib.methods import METHODS, get_method
 from eval.capacity.implications import Assumptions
 from formats.codec import codec_names
 from pipelines.cli import HELP_OPTIONS, run_app
-from pipelines.options import default_output, device_name, own_options, rules_of, size_target, window_count
+from pipelines.options import default_output, device_name, own_options, rules_of, size_target, smoothing_share, window_count
 from pipelines.prepare import Prepared, Request, prepare
 from pipelines.progress import Progress
 from pipelines.recipe import DEFAULT_BITS, DEFAULT_GROUP, preset_names
@@ -154,6 +154,14 @@ def main(
             rich_help_panel=_QUALITY,
         ),
     ] = "none",
+    alpha: Annotated[
+        str,
+        typer.Option(
+            metavar="X|search",
+            help="smoothquant: share of the inputs' range that moves into the weights, 0 to 1; searched per group of matrices.",
+            rich_help_panel=_QUALITY,
+        ),
+    ] = "search",
     learn_iterations: Annotated[
         int, typer.Option(help="Methods with learned rounding: steps per block.", rich_help_panel=_QUALITY)
     ] = 60,
@@ -286,6 +294,7 @@ def main(
         tune_steps=tune,
         self_written_windows=self_written,
         learn_iterations=learn_iterations,
+        alpha=smoothing_share(context, method, alpha),
         target=size_target(context, target_bpw, target_bytes),
         kv_scheme=None if kv_cache == "none" else KvScheme.parse(kv_cache),
         force=force,

@@ -70,6 +70,7 @@ def _plan_record(prepared: Prepared) -> dict[str, Any]:
             prepared.request.streams,
             prepared.request.self_written_windows,
             prepared.request.tune_steps > 0,
+            prepared.kv is not None,
         ),
         "held_states_bytes": held_states_bytes(
             prepared.checkpoint, prepared.calibration, prepared.request.streams, prepared.request.self_written_windows

@@ -39,7 +39,7 @@ class Element:
 
     @property
     def largest(self) -> float:
-        return max(value for value in self.values() if math.isfinite(value))
+        return _largest(self)
 
     @property
     def smallest(self) -> float:
@@ -76,6 +76,11 @@ class Element:
 @cache
 def _values(element: Element) -> tuple[float, ...]:
     return tuple(element.value(code) for code in range(1 << element.bits))
+
+
+@cache
+def _largest(element: Element) -> float:
+    return max(value for value in element.values() if math.isfinite(value))
 
 
 ELEMENTS = {

@@ -7,17 +7,17 @@ the nearest number, half way to the even code, and saturates: nothing becomes in
 
 from __future__ import annotations
 
-import itertools
 import math
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from quant.elements import ELEMENTS
+from quant.elements import ELEMENTS, Element
 from quant.scheme import Scheme
 
 _FIXED = 64.0  # codes of mxint8 count 64ths
+_FRACTION = 23  # mantissa bits of float32
 
 
 def snap(values: Tensor, zeros: Tensor | float, scheme: Scheme) -> Tensor:
@@ -30,8 +30,16 @@ def snap(values: Tensor, zeros: Tensor | float, scheme: Scheme) -> Tensor:
         return (torch.round(values) + zeros).clamp_(scheme.code_min, scheme.code_max)
     if scheme.element == "mxint8":
         return torch.round(values * _FIXED).clamp_(-127, 127) / _FIXED
-    magnitudes, edges = _table(scheme.element, str(values.device))
-    return torch.copysign(magnitudes[torch.bucketize(values.abs(), edges)], values)
+    element, dropped = scheme.format, _FRACTION - scheme.format.mantissa_bits
+    magnitude = values.abs().clamp_max(4 * element.largest)
+    # float32's own bits, rounded half to even to the format's mantissa: a carry runs into the exponent, as it should.
+    bits = magnitude.view(torch.int32)
+    odd = (bits >> dropped) & 1
+    rounded = (bits + odd + ((1 << (dropped - 1)) - 1)).bitwise_and_(-1 << dropped).view(torch.float32)
+    # Below the smallest normal number the step no longer shrinks.
+    step = _subnormal_step(element)
+    rounded = torch.where(magnitude < step * 2**element.mantissa_bits, torch.round(magnitude / step).mul_(step), rounded)
+    return torch.copysign(rounded.clamp_max_(element.largest), values)
 
 
 def to_codes(snapped: Tensor, scheme: Scheme) -> Tensor:
@@ -40,10 +48,12 @@ def to_codes(snapped: Tensor, scheme: Scheme) -> Tensor:
         return snapped.to(torch.int8 if scheme.symmetric else torch.uint8)
     if scheme.element == "mxint8":
         return torch.round(snapped * _FIXED).to(torch.int8).view(torch.uint8)
-    _, edges = _table(scheme.element, str(snapped.device))
-    index = torch.bucketize(snapped.abs(), edges).to(torch.uint8)
-    sign = (snapped < 0).to(torch.uint8) << (scheme.bits - 1)
-    return index | sign
+    element = scheme.format
+    magnitude, step = snapped.abs(), _subnormal_step(element)
+    offset = (127 - element.bias) << element.mantissa_bits  # between float32's exponents and the format's
+    normal = (magnitude.view(torch.int32) >> (_FRACTION - element.mantissa_bits)) - offset
+    code = torch.where(magnitude < step * 2**element.mantissa_bits, (magnitude / step).to(torch.int32), normal)
+    return (code | ((snapped < 0).to(torch.int32) << (scheme.bits - 1))).to(torch.uint8)
 
 
 def from_codes(codes: Tensor, scheme: Scheme) -> Tensor:
@@ -65,17 +75,6 @@ def _values(element: str, device: str) -> Tensor:
     return torch.tensor(ELEMENTS[element].values(), dtype=torch.float32, device=device)
 
 
-@cache
-def _table(element: str, device: str) -> tuple[Tensor, Tensor]:
-    """Finite magnitudes in order of their codes, and the edges between them.
-
-    ``bucketize`` gives a value on an edge to the lower number; where the upper one has the even code, the edge is moved just
-    below itself.
-    """
-    found = ELEMENTS[element]
-    magnitudes = [value for value in found.values()[: 1 << (found.bits - 1)] if math.isfinite(value)]
-    middles = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(magnitudes)], dtype=torch.float32)
-    below = torch.nextafter(middles, torch.zeros_like(middles))
-    odd = torch.arange(len(middles)) % 2 == 1
-    edges = torch.where(odd, below, middles)
-    return torch.tensor(magnitudes, dtype=torch.float32, device=device), edges.to(device)
+def _subnormal_step(element: Element) -> float:
+    """Distance between the subnormal numbers of a format, and of the first normal ones."""
+    return math.ldexp(1.0, 1 - element.bias - element.mantissa_bits)

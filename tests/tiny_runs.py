@@ -64,7 +64,7 @@ def check_ledger(folder: Path, manifest: Manifest) -> None:
         tensors, metadata, header_bytes = read_header(path, path.name)
         by_suffix = dict.fromkeys((*MATRIX_PARTS, "weight_global_scale", "kept"), 0)
         for name, info in tensors.items():
-            suffix = name.rpartition(".")[2]
+            suffix = "weight_packed" if info.dtype == "I8" and name.endswith(".weight") else name.rpartition(".")[2]
             by_suffix[suffix if suffix in by_suffix else "kept"] += info.nbytes
         assert line.total_bytes == size == header_bytes + sum(by_suffix.values())
         scales = by_suffix["weight_scale"] + by_suffix["weight_global_scale"]

@@ -43,6 +43,7 @@ class Dense:
 
     name = "dense"
     quant_method = None
+    activations = None
 
     def refusal(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:
         return None

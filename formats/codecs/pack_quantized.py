@@ -42,6 +42,7 @@ class PackQuantized:
 
     name = "pack-quantized"
     quant_method = "compressed-tensors"
+    activations = None
 
     def refusal(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:
         if not scheme.integer:
