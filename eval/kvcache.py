@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, get_layer_types_and_kwargs
 
+from eval.kv_checks import check_owned, check_scales, head_shape
 from formats.kv_files import SIDES
 from formats.reader import Artefact
 from quant.errors import SchemeError
@@ -68,11 +69,20 @@ class StaticScales:
     values: Sequence[Tensor | None]
 
     def check(self) -> None:
-        """Raise SchemeError where all scales are one number: then nothing was calibrated."""
+        """Raise SchemeError where a scale is not finite or not above 0, or all are one number: then nothing was calibrated."""
+        self.check_each()
         for name, scales in (("key", self.keys), ("value", self.values)):
             flat = [scale.flatten() for scale in scales if scale is not None]
-            if len(flat) > 1 and bool((torch.cat(flat) == flat[0][0]).all()):
+            # One layer may well have one scale, but no calibration finds exactly 1.0.
+            if flat and bool((torch.cat(flat) == flat[0][0]).all()) and (len(flat) > 1 or float(flat[0][0]) == 1.0):
                 raise SchemeError(f"all {name} scales are {float(flat[0][0]):g}: the cache was not calibrated")
+
+    def check_each(self) -> None:
+        """Raise SchemeError for a scale that is not finite or not above 0."""
+        for name, scales in (("key", self.keys), ("value", self.values)):
+            for layer, scale in enumerate(scales):
+                if scale is not None and not bool((torch.isfinite(scale) & (scale > 0)).all()):
+                    raise SchemeError(f"a {name} scale of layer {layer} is not finite or not above 0: calibrate the cache again")
 
 
 class _Observer(DynamicLayer):
@@ -123,9 +133,12 @@ class QuantisedLayer(DynamicLayer):
         super().reset()
 
     def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` tokens; ValueError, as in the library's own caches, for a number above 0."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
         if tokens_to_remove and self._stored is not None:
-            left = self.get_seq_length() - abs(tokens_to_remove)
-            self._change("narrow", -2, 0, max(left, 0))
+            self._change("narrow", -2, 0, max(self.get_seq_length() + tokens_to_remove, 0))
+            self._change("clone")  # a view would keep the memory of all tokens
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._change("index_select", 0, beam_idx)
@@ -153,8 +166,8 @@ class QuantisedCache(Cache):
     ) -> None:
         text = check_config(config, scheme)
         count = int(text.num_hidden_layers)
-        if scheme.static and (scales is None or len(scales.keys) != count or len(scales.values) != count):
-            raise SchemeError(f"{scheme} needs calibrated scales for {count} layers")
+        self._shape = head_shape(text)
+        check_scales(scheme, scales, count, *self._shape)
         keys, values = (scales.keys, scales.values) if scales is not None else ([None] * count, [None] * count)
         layers: list[Any] = [
             QuantisedLayer(scheme, k, v) if only is None or layer in only else DynamicLayer()
@@ -166,6 +179,20 @@ class QuantisedCache(Cache):
     def nbytes(self) -> int:
         """Bytes held for tokens over all layers."""
         return sum(layer.nbytes for layer in self.layers if isinstance(layer, QuantisedLayer))
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Raises SchemeError for heads that are not those of the configuration: the promised bytes would not be the held ones."""
+        for name, states in (("keys", key_states), ("values", value_states)):
+            found = (states.shape[1], states.shape[3])
+            if found != self._shape:
+                raise SchemeError(
+                    f"layer {layer_idx} caches {name} of {found[0]} heads x {found[1]} channels, the configuration says "
+                    f"{self._shape[0]} x {self._shape[1]}: a cache of this kind is not supported, use a float cache (none)"
+                )
+        read: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return read
 
 
 def check_config(config: Any, scheme: KvScheme) -> Any:
@@ -182,6 +209,7 @@ def check_config(config: Any, scheme: KvScheme) -> Any:
         )
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     scheme.check(int(head_dim))
+    check_owned(text, scheme)
     return text
 
 
@@ -201,7 +229,7 @@ class WithCache:
 
     def __call__(self, ids: Tensor, **kwargs: Any) -> Any:
         cache = QuantisedCache(self.model.config, self.scheme, self.scales, self.only)
-        return self.model(ids, use_cache=True, cache=cache)
+        return self.model(ids, **{**kwargs, "use_cache": True, "cache": cache})
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["model"], name)

@@ -65,7 +65,7 @@ def _check_scales(folder: Path, file: str, record: KvCacheRecord) -> None:
             raise Broken("kv cache", "a scale is not finite or not above 0", file=file, tensor=name)
         values.setdefault("keys" if name.endswith(("keys", "k_scale")) else "values", []).append(scales)
     for side, found in values.items():
-        if len(found) > 1 and len(np.unique(np.concatenate(found))) == 1:
+        if len(np.unique(np.concatenate(found))) == 1 and (len(found) > 1 or float(found[0].flat[0]) == 1.0):
             raise Broken("kv cache", f"all scales of {side} are {found[0][0]:g}: nothing was calibrated", file=file)
 
 

@@ -57,7 +57,7 @@ def store(states: Tensor, element: Element, sharing: Sharing, group: int | None,
         static: float32 scales that broadcast over ``[heads, 1, head_dim]``, for all sharings but ``token``.
 
     Raises:
-        SchemeError: a state that is not finite.
+        SchemeError: a state that is not finite, or larger than the float16 scale of a token can say.
     """
     if not bool(torch.isfinite(states).all()):
         raise SchemeError("a key or value that is not finite reached the cache")
@@ -67,10 +67,16 @@ def store(states: Tensor, element: Element, sharing: Sharing, group: int | None,
         return Stored(_codes(wide / static, element), None)
     pieces = wide.reshape(*wide.shape[:-1], -1, group or wide.shape[-1])
     scales = pieces.abs().amax(-1) / LARGEST[element]
+    most = torch.finfo(torch.float16).max
+    if scales.numel() and float(scales.detach().max()) > most:
+        raise SchemeError(
+            f"a key or value of magnitude {float(wide.detach().abs().max()):g} is beyond {most * LARGEST[element]:g}, what "
+            f"{element} codes with a float16 scale per token hold at most: use a float cache (none) or scales per channel"
+        )
     # Rounded up where half precision is subnormal, so that a tiny vector is coarse and not clipped.
     tiny = scales < torch.finfo(torch.float16).smallest_normal
     scales = torch.where(tiny, torch.ceil(scales / _SMALLEST_HALF) * _SMALLEST_HALF, scales)
-    stored = scales.clamp(_SMALLEST_HALF, torch.finfo(torch.float16).max).to(torch.float16)
+    stored = scales.clamp_min(_SMALLEST_HALF).to(torch.float16)
     return Stored(_codes((pieces / stored.float().unsqueeze(-1)).flatten(-2), element), stored)
 
 
@@ -79,9 +85,12 @@ def restore(stored: Stored, element: Element, static: Tensor | None, dtype: torc
     wide = _numbers(stored.codes, element)
     if stored.scales is None:
         assert static is not None
-        return (wide * static).to(dtype)
-    pieces = wide.reshape(*stored.scales.shape, -1) * stored.scales.float().unsqueeze(-1)
-    return pieces.flatten(-2).to(dtype)
+        wide = wide * static
+    else:
+        wide = (wide.reshape(*stored.scales.shape, -1) * stored.scales.float().unsqueeze(-1)).flatten(-2)
+    # A scale rounded up carries the largest code past the last float16 number: it saturates and is not infinite.
+    most = torch.finfo(dtype).max
+    return wide.clamp_(-most, most).to(dtype)
 
 
 def _codes(values: Tensor, element: Element) -> Tensor:
