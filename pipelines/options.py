@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import typer
 
+from calib.conventions import Convention
 from calib.methods import Smoothing, get_method
 from formats.codec import default_codec, get_codec
 from formats.fates import Quantise, Rule
@@ -22,6 +24,23 @@ _PARTS_OF_A_SCHEME = ("bits", "group_size", "symmetric", "scale_dtype")
 def was_given(context: typer.Context, name: str) -> bool:
     """Whether an option was written on the command line."""
     return getattr(context.get_parameter_source(name), "name", "DEFAULT") != "DEFAULT"
+
+
+def check_numbers(params: Mapping[str, Any], scoring: Convention) -> None:
+    """Raise UsageError for a count of the run command that is out of its range."""
+    for name in ("calibration_windows", "batch", "learn_iterations", "shard_bytes"):
+        if params[name] < 1:
+            raise UsageError(f"--{name.replace('_', '-')} is too small: {params[name]}")
+    if scoring.window < 2:
+        raise UsageError(f"--window is too small: {scoring.window}")
+    if params["self_written"] < 0:
+        raise UsageError(f"--self-written takes a number of windows, 0 or more, not {params['self_written']}")
+    if params["tune"] < 0:
+        raise UsageError(f"--tune takes a number of steps, 0 or more, not {params['tune']}")
+    if params["tune"] and params["calibration_windows"] < 2:
+        raise UsageError("--tune holds a calibration window back to judge its steps: --calibration-windows must be 2 or more")
+    if params["seed"] < 0:
+        raise UsageError(f"--seed is 0 or more, not {params['seed']}")
 
 
 def own_options(context: typer.Context, method: str, **given: str | float | None) -> Own:
