@@ -81,6 +81,7 @@ class Lab4(_Strict):
     calibration_windows: int
     outlier_tolerance: float
     activation_tolerance: float
+    decomposition_tolerance: float
     published_outliers: OutlierFigures
     embedded_outliers: OutlierFigures
     row: tuple[LabRow, ...]

@@ -160,9 +160,13 @@ def activation_misses(
         # The text prints the median with four digits only: a last digit is a larger share than the tolerance.
         if abs(measured / value - 1) > lab.outlier_tolerance and abs(measured - value) > 0.0051:
             wrong.append(f"outliers: {name} is {measured:.4f}, expected {value:.4f}")
-    pairs = [(r.row.label, r.perplexity, r.row.published if published else r.row.embedded) for r in results]
-    pairs += [(r.row.label, r.perplexity, None if published else r.row.embedded) for r in decomposed]
-    for label, measured, value in pairs:
-        if value is not None and abs(measured / value - 1) > lab.activation_tolerance:
+    figures = [
+        (r.row.label, r.perplexity, r.row.published if published else r.row.embedded, lab.activation_tolerance) for r in results
+    ]
+    figures += [
+        (r.row.label, r.perplexity, None if published else r.row.embedded, lab.decomposition_tolerance) for r in decomposed
+    ]
+    for label, measured, value, tolerance in figures:
+        if value is not None and abs(measured / value - 1) > tolerance:
             wrong.append(f"{label}: {measured:.4f}, expected {value:.4f}")
     return wrong

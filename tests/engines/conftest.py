@@ -10,6 +10,17 @@ import pytest
 from tests.real_artefacts import quantise
 
 Artefact = Callable[[str, str], Path]
+TOKENS = 256
+
+
+def prompt_ids(folder: Path) -> list[int]:
+    """The first 256 tokens of a natural text, by the tokenizer in ``folder``."""
+    from calib.corpora import load_corpus
+    from calib.tokenizer import TextTokenizer
+
+    ids: list[int] = TextTokenizer.from_folder(folder).encode(load_corpus("pydoc").text[:20_000])[:TOKENS].tolist()
+    assert len(ids) == TOKENS
+    return ids
 
 
 @pytest.fixture(scope="session")

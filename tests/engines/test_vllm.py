@@ -12,23 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.conftest import Artefact
+from tests.engines.conftest import Artefact, prompt_ids
 from tests.real_artefacts import ROOT
 
 PYTHON = Path(os.environ.get("BITLEDGER_VLLM_PYTHON", ROOT / ".venvs" / "vllm" / "bin" / "python"))
-TOKENS = 256
 MEAN_NATS, MAX_NATS = 0.02, 0.12
 
 pytestmark = pytest.mark.engine
-
-
-def prompt_ids(folder: Path) -> list[int]:
-    from calib.corpora import load_corpus
-    from calib.tokenizer import TextTokenizer
-
-    ids: list[int] = TextTokenizer.from_folder(folder).encode(load_corpus("pydoc").text[:20_000])[:TOKENS].tolist()
-    assert len(ids) == TOKENS
-    return ids
 
 
 @pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM environment at {PYTHON} (make test-engines builds it)")
