@@ -34,6 +34,7 @@ class Measurement:
         subject: weight file to SHA-256 of what was measured.
         settings: conventions, as text.
         flag: why the value needs care, or None.
+        part: the part of an evaluation that it belongs to; empty for a run's own.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Measurement:
     settings: Mapping[str, str] = field(default_factory=dict)
     standard_error: float | None = None
     flag: str | None = None
+    part: str = ""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.value) and not self.flag:
@@ -58,6 +60,7 @@ class Measurement:
         interval = self.interval
         return {
             "name": self.name,
+            "part": self.part,
             "value": self.value if finite else None,
             "unit": self.unit,
             "n": self.n,

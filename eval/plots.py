@@ -124,7 +124,7 @@ def _perplexities(rows: pd.DataFrame, model: str) -> NDArray[np.float64]:
 
 def _quality(manifest: Manifest) -> str:
     """Both perplexities, and their ratio with its interval or why there is none."""
-    found = {measurement.name: measurement for measurement in manifest.measurements}
+    found = {measurement.name: measurement for measurement in manifest.measurements if not measurement.part}
     before, after = found.get("perplexity_float"), found.get("perplexity")
     ratio = found.get("ln_perplexity_ratio")
     text = f"Perplexity: float {_value(before)}, artefact {_value(after)}"

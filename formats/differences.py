@@ -9,8 +9,12 @@ from typing import Any
 
 from formats.manifest import Manifest
 
-_LEFT_OUT = {"run"}
-_KEYS = ("name", "file", "slug")
+_LEFT_OUT: dict[str, Any] = {
+    "run": True,
+    "evaluations": {"__all__": {"finished_utc", "seconds"}},
+    "gates": {"__all__": {"judged_utc"}},
+}
+_KEYS = ("name", "file", "slug", "part", "policy")
 _ABSENT = object()
 
 

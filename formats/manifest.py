@@ -15,13 +15,16 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from formats.records import (
     BitsPerWeight,
+    BoundRecord,
     Deployment,
     Digests,
+    EvaluationRecord,
     FileRecord,
+    GateRecord,
     HashedFile,
     IntervalRecord,
     Json,
@@ -42,9 +45,12 @@ from quant.errors import CoverageError, VerifyError
 
 __all__ = [
     "BitsPerWeight",
+    "BoundRecord",
     "Deployment",
     "Digests",
+    "EvaluationRecord",
     "FileRecord",
+    "GateRecord",
     "HashedFile",
     "IntervalRecord",
     "KvCacheRecord",
@@ -91,6 +97,8 @@ class Manifest(Record):
     deployment: Deployment
     run: RunRecord
     kv_cache: KvCacheRecord | None = None
+    evaluations: list[EvaluationRecord] = Field(default_factory=list)
+    gates: list[GateRecord] = Field(default_factory=list)
 
     @classmethod
     def load(cls, path: Path) -> Manifest:
@@ -144,6 +152,10 @@ class Manifest(Record):
                 raise CoverageError(f"{file.name}: {file.nbytes} bytes in the manifest, {actual} on disk; no manifest is written")
         return write_bytes_atomically(folder / NAME, self.text().encode())
 
+    def weights(self) -> dict[str, str]:
+        """Weight file to SHA-256: what an evaluation measures and a gate judges."""
+        return {file.name: file.sha256 for file in self.files if file.role == "weights"}
+
     def stored_parts(self) -> list[PartRecord]:
         """Every tensor in the weight files: those that source tensors became, and what engines read of a cache."""
         return [part for record in self.tensors for part in record.parts] + self.weight_scales()
@@ -182,6 +194,10 @@ class Manifest(Record):
         for record in self.tensors:
             if record.alias_of is not None and record.alias_of not in owners:
                 raise CoverageError(f"{record.name} is an alias of {record.alias_of}, which is not stored")
+        listed = {file.name for file in self.files}
+        for evaluation in self.evaluations:
+            if evaluation.rows is not None and evaluation.rows not in listed:
+                raise CoverageError(f"evaluation {evaluation.part}: its rows {evaluation.rows} are not among the files")
         sizes = {file.name: file.nbytes for file in self.files if file.role == "weights"}
         if sizes != {line.file: line.total_bytes for line in self.ledger} or len(self.ledger) != len(sizes):
             totals = [(line.file, line.total_bytes) for line in self.ledger]

@@ -233,9 +233,13 @@ class IntervalRecord(Record):
 
 
 class MeasurementRecord(Record):
-    """What ``eval.measurement.Measurement.record`` gives: a value that is not finite is null and its flag says why."""
+    """What ``eval.measurement.Measurement.record`` gives: a value that is not finite is null and its flag says why.
+
+    ``part`` is the part of an evaluation that it belongs to; empty: it was measured by the run that made the artefact.
+    """
 
     name: str
+    part: str = ""
     value: float | None
     unit: str
     n: Count
@@ -245,6 +249,51 @@ class MeasurementRecord(Record):
     inputs: dict[str, str] = {}
     subject: dict[str, str] = {}
     settings: dict[str, str] = {}
+
+
+class EvaluationRecord(Record):
+    """One part of an evaluation made after the run: when, how long, by what, and where its rows lie.
+
+    ``rows`` is a parquet file of the artefact with a row for every window or item; ``subject`` are the files that were evaluated.
+    """
+
+    part: str
+    rows: FileName | None = None
+    finished_utc: str
+    seconds: float
+    versions: dict[str, str]
+    subject: dict[str, Sha256]
+    settings: dict[str, str] = {}
+    notes: list[str] = []
+
+
+class BoundRecord(Record):
+    """One bound of a policy against the measurement that it judges: ``figure`` is the value or the end of its interval.
+
+    ``judged`` says which; ``figure`` is None where there was nothing to judge, which never holds.
+    """
+
+    name: str
+    part: str
+    judged: Literal["value", "low", "high"]
+    figure: float | None
+    low: float | None = None
+    high: float | None = None
+    at_most: float | None = None
+    at_least: float | None = None
+    held: bool
+    reason: str = ""
+
+
+class GateRecord(Record):
+    """A policy's verdict on exactly the files in ``subject``."""
+
+    policy: str
+    policy_sha256: Sha256
+    passed: bool
+    judged_utc: str
+    subject: dict[str, Sha256]
+    bounds: list[BoundRecord]
 
 
 class NoteRecord(Record):
