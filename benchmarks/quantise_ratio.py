@@ -2,7 +2,8 @@
 
 Each command runs in a process of its own, imports, reading, hashing and writing included, evaluation not. The forward pass
 (decoder only, float32, the same batches) is timed before, between and after, and its median is the denominator, so that a
-machine whose speed drifts hurts both alike. Aims: rtn and the number formats at most 1.5, smoothquant 4, awq 6.
+machine whose speed drifts hurts both alike. Aims: rtn and the number formats at most 1.5, smoothquant 4, awq 6, gptq 7,
+awq+gptq 10.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-AIMS = {"rtn": 1.5, "mxfp4": 1.5, "mxfp8": 1.5, "nvfp4": 1.5, "smoothquant": 4.0, "awq": 6.0}
+AIMS = {"rtn": 1.5, "mxfp4": 1.5, "mxfp8": 1.5, "nvfp4": 1.5, "smoothquant": 4.0, "awq": 6.0, "gptq": 7.0, "awq+gptq": 10.0}
 _EVALUATION = ("evaluate float", "evaluate artefact")
 
 

@@ -3,45 +3,38 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
 import json
 import resource
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 
-from calib.augment import self_written
 from calib.blockwise import BlockwiseDriver, check_linears
 from calib.held import Held
 from calib.quantise import Quantised, Sink, TensorSink, quantise_without_data
-from calib.tune import split, tune
-from eval.measurement import ln_ratio_measurement, perplexity_measurement
-from eval.perplexity import WindowLosses, window_losses
+from calib.tune import tune
 from eval.plots import run_plot
-from eval.rows import rows_bytes, window_rows
-from eval.stats import mean_loss, paired_difference
+from eval.rows import rows_bytes
 from formats.engine_config import output_config, quantization_config
 from formats.experts import unfuse_experts, use_stored_names
 from formats.fates import Quantise
 from formats.folder import REPORT_NAME, WINDOWS_NAME
 from formats.kv_files import CONFIG_KEY, kv_config
-from formats.manifest import FileRecord, HashedFile, Manifest, MeasurementRecord, RunRecord
+from formats.manifest import FileRecord, HashedFile, Manifest, RunRecord
 from formats.output import OutputFolder
-from formats.reader import load_model
 from formats.skeleton import Skeleton
 from formats.writer import ShardedWriter, WrittenFile, copy_file, hash_file, write_bytes_atomically
-from pipelines.kv import CalibratedCache, calibrate_cache, check_cache, measure_stored_cache
+from pipelines.kv import CalibratedCache, calibrate_cache, check_cache
 from pipelines.ledger import build_manifest
+from pipelines.measuring import measure
 from pipelines.prepare import Prepared, header_metadata
 from pipelines.progress import Progress
 from pipelines.target import TargetSearch
-from quant.quantizer import Note, get_quantizer
-
-if TYPE_CHECKING:
-    import pandas as pd
+from pipelines.text import CalibrationText, calibration_text
+from quant.quantizer import get_quantizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +43,6 @@ class Finished:
 
     manifest: Manifest
     sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class CalibrationText:
-    """Windows ``[n, length]`` to calibrate on, those held back from it to judge tuning, and what the model wrote itself."""
-
-    training: torch.Tensor
-    held_back: torch.Tensor
-    written: torch.Tensor | None = None
-
-    def note(self) -> Note:
-        assert self.written is not None
-        digest = hashlib.sha256(self.written.numpy().tobytes()).hexdigest()
-        text = (
-            f"{len(self.written)} windows of {self.written.shape[1]} tokens that the float model wrote itself were calibrated on"
-        )
-        return Note("self-written", f"{text}, SHA-256 of their ids {digest}")
 
 
 class Job:
@@ -94,7 +70,8 @@ class Job:
             ]
             files += self._side_files(folder)
             files += [config, *(cache.files() if cache is not None else ())]
-            measurements, rows = self._measure(folder, files, source_files, cache, result)
+            measurements, rows, notes = measure(folder, self.prepared, files, source_files, cache, self.progress)
+            result.notes += notes
             files.append(_write(folder, WINDOWS_NAME, rows_bytes(rows), "side"))
             manifest = build_manifest(
                 self.prepared,
@@ -206,26 +183,8 @@ class Job:
     def _text(self) -> CalibrationText:
         """The windows to calibrate on, made once: those of the corpus, and those that the float model writes itself."""
         if self._calibration_text is None:
-            self._calibration_text = self._calibrate_on()
+            self._calibration_text = calibration_text(self.prepared, self.progress)
         return self._calibration_text
-
-    def _calibrate_on(self) -> CalibrationText:
-        prepared, request = self.prepared, self.prepared.request
-        assert prepared.calibration is not None
-        ids = torch.from_numpy(prepared.calibration.ids.copy())
-        training, held_back = split(ids) if request.tune_steps else (ids, ids[:0])
-        if not request.self_written_windows:
-            return CalibrationText(training, held_back)
-        with self.progress.stage("write text", unit="step") as report:
-            written = self_written(
-                load_model(prepared.checkpoint.folder).to(request.device),
-                training,
-                request.self_written_windows,
-                banned=prepared.tokenizer.special_ids,
-                seed=request.seed,
-                report=report,
-            )
-        return CalibrationText(torch.cat([training, written]), held_back, written)
 
     def _side_files(self, folder: Path) -> list[FileRecord]:
         found = []
@@ -254,53 +213,6 @@ class Job:
         result.records = found.stored.moved(result.records)
         result.notes += found.notes
         return found
-
-    def _measure(
-        self,
-        folder: Path,
-        files: list[FileRecord],
-        source_files: list[HashedFile],
-        cache: CalibratedCache | None,
-        result: Quantised,
-    ) -> tuple[list[MeasurementRecord], pd.DataFrame]:
-        """Perplexity of the float model and of the files just written on the same windows, their paired difference, the rows.
-
-        Where a cache was asked for, also what it costs when it is in the loop at every position.
-        """
-        subject = {file.name: file.sha256 for file in files if file.role == "weights"}
-        baseline = {file.name: file.sha256 for file in source_files if file.name.endswith(".safetensors")}
-        before = self._losses("evaluate float", self.prepared.checkpoint.folder)
-        after = self._losses("evaluate artefact", folder)
-        seed, windows = self.prepared.request.seed, self.prepared.evaluation
-        found = [
-            perplexity_measurement(
-                before, mean_loss(before, seed=seed), windows=windows, subject=baseline, name="perplexity_float"
-            ),
-            perplexity_measurement(after, mean_loss(after, seed=seed), windows=windows, subject=subject),
-            ln_ratio_measurement(
-                paired_difference(after, before, seed=seed), windows=windows, subject=subject, baseline=baseline
-            ),
-        ]
-        records = [MeasurementRecord.model_validate(measurement.record()) for measurement in found]
-        if cache is None or self.prepared.kv is None:
-            return records, window_rows(before, after, windows)
-        more, quality, notes = measure_stored_cache(
-            folder,
-            self.prepared,
-            self.prepared.kv,
-            cache,
-            after,
-            subject=subject | {file.name: file.sha256 for file in cache.files()},
-            baseline=baseline,
-            progress=self.progress,
-        )
-        result.notes += notes
-        return records + more, window_rows(before, after, windows, quality.losses)
-
-    def _losses(self, stage: str, folder: Path) -> WindowLosses:
-        with self.progress.stage(stage, unit="window") as report:
-            model = load_model(folder).to(self.prepared.request.device)
-            return window_losses(model, self.prepared.evaluation, batch=self.prepared.request.batch, progress=report)
 
     def _run(self) -> RunRecord:
         return RunRecord(

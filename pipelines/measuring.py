@@ -1,0 +1,64 @@
+"""What a run measures before its manifest is written: the float model, the files just written, and their cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eval.measurement import ln_ratio_measurement, perplexity_measurement
+from eval.perplexity import WindowLosses, window_losses
+from eval.rows import window_rows
+from eval.stats import mean_loss, paired_difference
+from formats.manifest import FileRecord, HashedFile, MeasurementRecord
+from formats.reader import load_model
+from pipelines.kv import CalibratedCache, measure_stored_cache
+from pipelines.prepare import Prepared
+from pipelines.progress import Progress
+from quant.quantizer import Note
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def measure(
+    folder: Path,
+    prepared: Prepared,
+    files: list[FileRecord],
+    source_files: list[HashedFile],
+    cache: CalibratedCache | None,
+    progress: Progress,
+) -> tuple[list[MeasurementRecord], pd.DataFrame, list[Note]]:
+    """Perplexity of the float model and of the files in ``folder`` on the same windows, their paired difference, the rows.
+
+    Where a cache was asked for, also what it costs when it is in the loop at every position; then there may be notes.
+    """
+    subject = {file.name: file.sha256 for file in files if file.role == "weights"}
+    baseline = {file.name: file.sha256 for file in source_files if file.name.endswith(".safetensors")}
+    before = _losses("evaluate float", prepared.checkpoint.folder, prepared, progress)
+    after = _losses("evaluate artefact", folder, prepared, progress)
+    seed, windows = prepared.request.seed, prepared.evaluation
+    found = [
+        perplexity_measurement(before, mean_loss(before, seed=seed), windows=windows, subject=baseline, name="perplexity_float"),
+        perplexity_measurement(after, mean_loss(after, seed=seed), windows=windows, subject=subject),
+        ln_ratio_measurement(paired_difference(after, before, seed=seed), windows=windows, subject=subject, baseline=baseline),
+    ]
+    records = [MeasurementRecord.model_validate(measurement.record()) for measurement in found]
+    if cache is None or prepared.kv is None:
+        return records, window_rows(before, after, windows), []
+    more, quality, notes = measure_stored_cache(
+        folder,
+        prepared,
+        prepared.kv,
+        cache,
+        after,
+        subject=subject | {file.name: file.sha256 for file in cache.files()},
+        baseline=baseline,
+        progress=progress,
+    )
+    return records + more, window_rows(before, after, windows, quality.losses), list(notes)
+
+
+def _losses(stage: str, folder: Path, prepared: Prepared, progress: Progress) -> WindowLosses:
+    with progress.stage(stage, unit="window") as report:
+        model = load_model(folder).to(prepared.request.device)
+        return window_losses(model, prepared.evaluation, batch=prepared.request.batch, progress=report)
