@@ -32,7 +32,7 @@ demo: $(READY)
 check: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m mypy
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 -m "not real_model and not engine and not slow"
+	$(PY) -m pytest -q -n 2 -m "not real_model and not engine and not slow"
 
 test: check
 	$(PY) -m pytest -q -m "(real_model or slow) and not engine"

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from pipelines.memory import keep_freed_memory
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -61,7 +63,8 @@ SIDE_FILES: dict[str, bytes] = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One thread for the tiny models, where more only wait for each other; the real model may use all cores."""
+    """One thread for the tiny models, where more only wait for each other; the real model may use all cores, and keeps memory."""
+    keep_freed_memory()
     selected = str(config.getoption("markexpr")).replace("not real_model", "")
     if "real_model" not in selected:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
