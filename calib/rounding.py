@@ -74,7 +74,7 @@ class OffsetLinear(nn.Module):
 
     @torch.no_grad()
     def slopes(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients for offsets (up to a positive factor per block) and factors, given that for the matrix ``[out, in]``.
+        """Gradients for offsets and factors, both divided by s e^f, given that for the matrix ``[out, in]``.
 
         With w = c s e^f, c = v e^-f + o: dw/do = s e^f and dw/df = s e^f (c - v e^-f), where c is not held by the grid's end.
         """
@@ -86,9 +86,9 @@ class OffsetLinear(nn.Module):
     @torch.no_grad()
     def follow(self, gradient: Tensor, rate: float) -> None:
         """One step of length ``rate`` against the sign of the gradient."""
-        to_offset, to_factor = self.slopes(gradient)
-        self.offset.sub_(to_offset.sign_(), alpha=rate).clamp_(-LARGEST_OFFSET, LARGEST_OFFSET)
-        self.factor.sub_(to_factor.sign_(), alpha=rate * SCALE_SHARE).clamp_(-LARGEST_FACTOR, LARGEST_FACTOR)
+        to_offset, to_factor = (slope.mul_(self.scales).sign_() for slope in self.slopes(gradient))
+        self.offset.sub_(to_offset, alpha=rate).clamp_(-LARGEST_OFFSET, LARGEST_OFFSET)
+        self.factor.sub_(to_factor, alpha=rate * SCALE_SHARE).clamp_(-LARGEST_FACTOR, LARGEST_FACTOR)
         self.matrix.copy_(self._matrix())
 
     @torch.no_grad()

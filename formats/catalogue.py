@@ -43,7 +43,7 @@ class CatalogueEntry:
 def known_schemes() -> tuple[Scheme, ...]:
     """Integers of every width in groups of 64, some other common layouts of blocks, and everything that has a name."""
     integers = [Scheme(bits) for bits in range(MIN_BITS, MAX_BITS + 1)]
-    others = [Scheme(4, "sym", 32), Scheme(4, "sym", 128), Scheme(4, "zp", 64)]
+    others = [Scheme(4, "sym", 32), Scheme(4, "sym", 128), Scheme(4, "zp", 64), *(Scheme(bits, "full") for bits in (2, 3, 4))]
     others += [Scheme(8, "sym", "channel"), Scheme(8, "sym", "tensor")]
     rules = [Scheme.parse(f"e2m1-b32-e8m0.{rule}") for rule in ("even", "ceil")]
     return (*integers, *others, *(Scheme.parse(text) for text in ALIASES.values()), *rules)

@@ -31,13 +31,21 @@ Symmetric = Annotated[
     bool,
     typer.Option("--symmetric/--zero-point", help="Signed grid around 0, or an integer zero point.", rich_help_panel=_QUALITY),
 ]
+FullRange = Annotated[
+    bool,
+    typer.Option(
+        "--full-range",
+        help="Symmetric with all 2^bits codes and scales of either sign: better at 2 to 4 bits, for no more bytes.",
+        rich_help_panel=_QUALITY,
+    ),
+]
 ScaleDtype = Annotated[
     str, typer.Option(metavar="|".join(SCALE_BYTES), help="Type in which scales are stored.", rich_help_panel=_QUALITY)
 ]
 Scheme = Annotated[
     str | None,
     typer.Option(
-        help=f"All of a scheme by name instead of the four above: {', '.join(ALIASES)}, or a string as python -m "
+        help=f"All of a scheme by name instead of the five above: {', '.join(ALIASES)}, or a string as python -m "
         "pipelines.methods prints it.",
         rich_help_panel=_QUALITY,
     ),

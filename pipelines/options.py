@@ -16,9 +16,9 @@ from formats.fates import Quantise, Rule
 from formats.sizing import SizeTarget
 from pipelines.recipe import Own, check_options, find_recipe, load_recipe, parse_activations, parse_group_size, usual_activations
 from quant.errors import UsageError
-from quant.scheme import SCALE_BYTES, ScaleType, Scheme
+from quant.scheme import SCALE_BYTES, ScaleType, Scheme, Zero
 
-_PARTS_OF_A_SCHEME = ("bits", "group_size", "symmetric", "scale_dtype")
+_PARTS_OF_A_SCHEME = ("bits", "group_size", "symmetric", "full_range", "scale_dtype")
 
 
 def was_given(context: typer.Context, name: str) -> bool:
@@ -144,7 +144,10 @@ def _scheme(context: typer.Context, method: str, bits: int, group_size: str, sym
     scales = cast(ScaleType, _choice("--scale-dtype", scale_dtype, tuple(SCALE_BYTES)))
     usual = Scheme.parse(get_method(method).usual)
     blocks = parse_group_size(group_size) if was_given(context, "group_size") else usual.blocks
-    return Scheme(bits if was_given(context, "bits") else usual.bits, "sym" if symmetric else "zp", blocks, scales)
+    if context.params["full_range"] and not symmetric:
+        raise UsageError("--full-range is a kind of symmetric grid: it cannot go with --zero-point")
+    zero: Zero = "full" if context.params["full_range"] else "sym" if symmetric else "zp"
+    return Scheme(bits if was_given(context, "bits") else usual.bits, zero, blocks, scales)
 
 
 def _check_integers(rules: tuple[Rule, ...], method: str, *, target: bool) -> None:

@@ -6,7 +6,7 @@ method = "gptq"                     # optional; must agree with the command line
 match = "*.down_proj"               # a shell pattern over module names, or "re:" and a regular expression
 bits = 8                            # or all of a scheme by its name: scheme = "mxfp4", "e2m1-b32-e8m0.even"
 group_size = [128, 64, 32]          # a number, "channel" or "tensor", or a list: the first that divides the columns
-symmetric = true
+symmetric = true                    # or full_range = true: all codes, and scales of either sign
 scale_dtype = "f16"
 quantizer = "rtn"                   # another way to the codes than the method's
 format = "dense"                    # how it is stored: see docs/numbers.md
@@ -52,7 +52,7 @@ from quant.scheme import Blocks, Scheme, Zero
 
 PRESETS = Path(__file__).parent / "presets"
 _OPTIONS = ("order", "scale_policy", "damping", "asymmetric")
-_PARTS_OF_A_SCHEME = ("bits", "group_size", "symmetric", "scale_dtype")
+_PARTS_OF_A_SCHEME = ("bits", "group_size", "symmetric", "full_range", "scale_dtype")
 _OF_A_SCHEME = ("scheme", *_PARTS_OF_A_SCHEME, "format", "activations", "quantizer", "mse", *_OPTIONS)
 
 
@@ -96,6 +96,7 @@ class RuleModel(BaseModel):
     bits: int | None = None
     group_size: int | Literal["channel", "tensor"] | list[int | Literal["channel", "tensor"]] | None = None
     symmetric: bool | None = None
+    full_range: bool | None = None
     scale_dtype: Literal["f16", "bf16", "f32"] | None = None
     format: str | None = None
     activations: str | None = None
@@ -143,9 +144,12 @@ class RuleModel(BaseModel):
         if not sizes:
             raise RecipeError(f"rule {self.match!r}: group_size is an empty list")
         usual = Scheme.parse(method.usual)
-        bits, zero = usual.bits if self.bits is None else self.bits, "zp" if self.symmetric is False else "sym"
+        bits = usual.bits if self.bits is None else self.bits
+        if self.full_range and self.symmetric is False:
+            raise RecipeError(f"rule {self.match!r}: full_range is a kind of symmetric grid, symmetric = false denies it")
+        zero: Zero = "full" if self.full_range else "zp" if self.symmetric is False else "sym"
         scale = self.scale_dtype or usual.scale
-        return [Scheme(bits, cast(Zero, zero), usual.blocks if size is None else size, scale) for size in sizes]
+        return [Scheme(bits, zero, usual.blocks if size is None else size, scale) for size in sizes]
 
     def _fate(self, scheme: Scheme, method_quantizer: str, own: Own) -> Quantise:
         quantizer = self.quantizer or method_quantizer

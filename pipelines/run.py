@@ -45,6 +45,7 @@ def main(
     bits: arguments.Bits = 4,
     group_size: arguments.GroupSize = "64",
     symmetric: arguments.Symmetric = True,
+    full_range: arguments.FullRange = False,
     scale_dtype: arguments.ScaleDtype = "f16",
     scheme: arguments.Scheme = None,
     storage: arguments.Storage = None,

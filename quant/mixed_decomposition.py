@@ -72,7 +72,7 @@ def decompose(matrix: Tensor, outliers: Tensor, scheme: Scheme = SCHEME) -> Deco
     Raises:
         SchemeError: a weight of an outlier column that float16 cannot hold, or another kind of scheme.
     """
-    if not (scheme.integer and scheme.symmetric and scheme.bits == 8 and scheme.blocks == "channel"):
+    if not (scheme.integer and scheme.zero == "sym" and scheme.bits == 8 and scheme.blocks == "channel"):
         raise SchemeError(f"{scheme}: the regular columns are symmetric 8-bit integers with a scale per output channel")
     columns, others = (mask.nonzero().reshape(-1) for mask in (outliers, ~outliers))
     kept = matrix[:, columns].half()

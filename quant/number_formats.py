@@ -33,7 +33,7 @@ class NumberFormat:
 def number_formats() -> tuple[NumberFormat, ...]:
     """Integers, float elements and scale types, every figure from all codes of the format (but for f32, from IEEE 754)."""
     integers = [Scheme(bits, "sym", "channel") for bits in range(MIN_BITS, MAX_BITS + 1)]
-    integers += [Scheme(bits, "zp", "channel") for bits in range(MIN_BITS, MAX_BITS + 1)]
+    integers += [Scheme(bits, zero, "channel") for zero in ("full", "zp") for bits in range(MIN_BITS, MAX_BITS + 1)]
     found = [
         _of(f"int{s.bits}-{s.zero}", "codes", s.bits, [float(c) for c in range(s.code_min, s.code_max + 1)]) for s in integers
     ]

@@ -30,13 +30,15 @@ class QTensor:
 
     Attributes:
         scheme: grid, blocks and scale type.
-        codes: ``[out, in]``, int8 for symmetric integers, uint8 otherwise (bit patterns for float grids).
-        scales: ``[rows, columns]`` of ``scheme.block_grid``, in the stored type; finite and above zero.
+        codes: ``[out, in]``, int8 for integers without zero points, uint8 otherwise (bit patterns for float grids).
+        scales: ``[rows, columns]`` of ``scheme.block_grid``, in the stored type; finite and above zero, but of either sign for
+            ``full``.
         zeros: uint8 of the same shape for ``zp``, float32 for ``fz``, None when symmetric.
         divisor: float32 ``[1]`` by which E4M3 scales are divided, None for all other scales.
 
     Raises:
-        SchemeError: a shape or type that does not belong to the scheme, or a scale that is not finite and positive.
+        SchemeError: a shape or type that does not belong to the scheme; a scale that is zero, not finite, or
+            negative and not ``full``.
     """
 
     scheme: Scheme
@@ -58,7 +60,7 @@ class QTensor:
         if (self.divisor is not None) != (self.scheme.scale == "e4m3"):
             raise SchemeError(f"{self.scheme}: a divisor of the scales is {'missing' if self.divisor is None else 'not allowed'}")
         wide = self.steps()
-        if not bool((torch.isfinite(wide) & (wide > 0)).all()):
+        if not bool((torch.isfinite(wide) & ((wide != 0) if self.scheme.zero == "full" else (wide > 0))).all()):
             raise SchemeError(f"{self.scheme}: a stored scale is zero, negative or not finite")
 
     @property

@@ -1,7 +1,8 @@
 """Stored scales: rounded to their type first, so that codes are made with the value a reader will see.
 
-A stored scale is never zero, NaN or infinite. Where half precision runs out of normal numbers the scale is rounded *up*
-to the next subnormal, so that a tiny block is represented coarsely but not clipped; where it overflows the scheme is refused.
+A stored scale is never zero, NaN or infinite, and negative only where the scheme has ``full`` range. Where half precision runs
+out of normal numbers the scale is rounded *up* to the next subnormal, so that a tiny block is represented coarsely but not
+clipped; where it overflows the scheme is refused.
 Power-of-two scales are kept as their biased exponents (uint8), E4M3 scales under a float32 divisor of the whole tensor.
 """
 
@@ -31,12 +32,19 @@ def store_scales(scales: Tensor, scheme: Scheme, divisor: Tensor | None = None) 
     """Round float32 scales to the stored type of ``scheme``, which is a floating one.
 
     Args:
-        scales: float32, any shape, not negative.
+        scales: float32, any shape; negative ones keep their sign (``full`` schemes have them).
         divisor: for E4M3 scales, what a reader will divide them by; float32 ``[1]``.
 
     Raises:
         SchemeError: a scale beyond the largest finite value of the stored type, with the type that would hold it.
     """
+    if scheme.zero == "full":
+        stored = _store_magnitudes(scales.abs(), scheme, divisor)
+        return torch.where(scales < 0, -stored, stored)
+    return _store_magnitudes(scales, scheme, divisor)
+
+
+def _store_magnitudes(scales: Tensor, scheme: Scheme, divisor: Tensor | None) -> Tensor:
     stored = SCALE_DTYPES[scheme.scale]
     if scheme.scale == "e4m3":
         assert divisor is not None
@@ -87,8 +95,8 @@ def tensor_divisor(largest: float, scheme: Scheme, device: torch.device) -> Tens
 def block_range(matrix: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
     """Lower and upper end ``[rows, columns]`` (float32) of what each block's grid must reach.
 
-    Symmetric: minus and plus the largest magnitude. ``zp``: the range with 0 included. ``fz``: the plain range (with 0 if
-    the block is constant).
+    ``sym``: minus and plus the largest magnitude. ``full`` and ``zp``: the range with 0 included. ``fz``: the plain range
+    (with 0 if the block is constant).
 
     Raises:
         SchemeError: a matrix with NaN or infinities, which no grid can hold.
@@ -97,10 +105,10 @@ def block_range(matrix: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
     low, high = torch.aminmax(blocks, dim=-1)
     if not bool(torch.isfinite(low).all() & torch.isfinite(high).all()):
         raise SchemeError(f"{scheme}: the matrix holds NaN or infinities; mend the checkpoint")
-    if scheme.symmetric:
+    if scheme.zero == "sym":
         top = torch.maximum(-low, high)
         return -top, top
-    if scheme.zero == "zp":
+    if scheme.zero in ("full", "zp"):
         return low.clamp_max(0), high.clamp_min(0)
     constant = low == high  # no range to divide: 0 is taken in, or the zero point would overflow
     return torch.where(constant, low.clamp_max(0), low), torch.where(constant, high.clamp_min(0), high)
@@ -116,6 +124,8 @@ def scales_from_range(low: Tensor, high: Tensor, scheme: Scheme, divisor: Tensor
     """
     if scheme.scale == "e8m0":
         return power_of_two(high, scheme), None
+    if scheme.zero == "full":
+        return store_scales(_signed_scales(low, high, scheme), scheme), None
     if scheme.symmetric:
         return store_scales(high / scheme.top, scheme, divisor), None
     span = high - low
@@ -126,6 +136,13 @@ def scales_from_range(low: Tensor, high: Tensor, scheme: Scheme, divisor: Tensor
     if scheme.zero == "fz":
         return scales, zeros
     return scales, zeros.clamp(0, scheme.code_max).to(torch.uint8)
+
+
+def _signed_scales(low: Tensor, high: Tensor, scheme: Scheme) -> Tensor:
+    """The smallest scales with which codes -2^(b-1) .. 2^(b-1)-1 reach both ends, of the sign that needs less; else positive."""
+    upright = torch.maximum(-low / -scheme.code_min, high / scheme.code_max)
+    mirrored = torch.maximum(high / -scheme.code_min, -low / scheme.code_max)
+    return torch.where(mirrored < upright, -mirrored, upright)
 
 
 @dataclass(frozen=True, slots=True)

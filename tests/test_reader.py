@@ -22,6 +22,7 @@ from quant.scheme import Scheme
 from tests.failure.damage import pack
 from tests.tiny_runs import check_ledger, run, write_text
 
+KINDS = {"--symmetric": "sym", "--full-range": "full", "--zero-point": "zp"}
 IDS = torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(5))
 RECIPE = """
 [[rule]]
@@ -88,7 +89,7 @@ def test_three_readers_see_one_model_and_the_ledger_sums(
     output, source = tmp_path / "out", tiny_model("llama")
     manifest = run("rtn", source, output, text, "--bits", str(bits), zero, "--group-size", blocks, "--scale-dtype", "f32")
     check_ledger(output, manifest)
-    scheme = Scheme.parse(f"int{bits}-{'sym' if zero == '--symmetric' else 'zp'}-{'g' * blocks.isdigit()}{blocks}-f32")
+    scheme = Scheme.parse(f"int{bits}-{KINDS[zero]}-{'g' * blocks.isdigit()}{blocks}-f32")
     assert {record.scheme for record in manifest.tensors if record.fate == "quantised"} == {str(scheme)}
     ours = logits(load_model(output))
     assert torch.equal(ours, rounded_logits(source, scheme))
@@ -106,16 +107,16 @@ def test_three_readers_see_one_model_and_the_ledger_sums(
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 @pytest.mark.parametrize("scale", ["f16", "bf16"])
-@pytest.mark.parametrize("zero", ["--symmetric", "--zero-point"])
+@pytest.mark.parametrize("zero", ["--symmetric", "--full-range", "--zero-point"])
 def test_narrow_scales_are_read_as_they_are(
     zero: str, scale: str, tiny_model: Callable[[str], Path], text: Path, tmp_path: Path
 ) -> None:
     output, source = tmp_path / "out", tiny_model("llama")
     run("rtn", source, output, text, zero, "--scale-dtype", scale)
     ours = logits(load_model(output))
-    assert torch.equal(ours, rounded_logits(source, Scheme(4, "sym" if zero == "--symmetric" else "zp", 32, scale)))  # type: ignore[arg-type]
+    assert torch.equal(ours, rounded_logits(source, Scheme(4, KINDS[zero], 32, scale)))  # type: ignore[arg-type]
     # With a zero point the library decompresses into the type of the scales: 2^-11 or 2^-8 of each weight is its own.
-    close = 0.0 if zero == "--symmetric" else {"f16": 1e-3, "bf16": 1e-2}[scale]
+    close = 0.0 if zero != "--zero-point" else {"f16": 1e-3, "bf16": 1e-2}[scale]
     torch.testing.assert_close(transformers_logits(output, zero == "--zero-point"), ours, rtol=0, atol=close)
 
 

@@ -50,6 +50,10 @@ def test_a_recipe_says_scheme_or_keep_per_pattern_and_the_first_match_decides(tm
         bits = 8
         group_size = "tensor"
         [[rule]]
+        match = "*.o_proj"
+        bits = 2
+        full_range = true
+        [[rule]]
         match = "*"
         """,
     )
@@ -61,6 +65,7 @@ def test_a_recipe_says_scheme_or_keep_per_pattern_and_the_first_match_decides(tm
         "model.layers.1.mlp.down_proj": "int8-sym-tensor-f16",
         "model.layers.0.self_attn.q_proj": "int4-sym-g64-f16",  # the defaults of the command line
         "model.layers.1.self_attn.v_proj": "int4-sym-g64-f16",
+        "model.layers.1.self_attn.o_proj": "int2-full-g64-f16",
         "lm_head": "",
     }
     assert {module: found[module] for module in expected} == expected
@@ -94,6 +99,8 @@ WRONG = {
     "keep and bits": ('[[rule]]\nmatch = "*.o_proj"\nkeep = true\nbits = 8\n' + REST, "leaves no place for bits"),
     "keep and group": ('[[rule]]\nmatch = "*.o_proj"\nkeep = true\ngroup_size = 8\n' + REST, "leaves no place for group_size"),
     "keep and zero point": ('[[rule]]\nmatch = "*"\nkeep = true\nsymmetric = false\n', "leaves no place for symmetric"),
+    "keep and range": ('[[rule]]\nmatch = "*"\nkeep = true\nfull_range = true\n', "leaves no place for full_range"),
+    "range and zero point": ('[[rule]]\nmatch = "*"\nsymmetric = false\nfull_range = true\n', "full_range is a kind"),
     "another method": ('method = "awq"\n' + REST, "asks for 'rtn'"),
     "no TOML": ("[[rule]\n", "not TOML"),
     "regular expression": ('[[rule]]\nmatch = "re:["\n' + REST, "not a regular expression"),
@@ -163,7 +170,7 @@ def test_other_group_sizes_are_refused(text: str) -> None:
 
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_a_scheme_and_its_name_are_one(bits: int) -> None:
-    for zero in ("sym", "zp", "fz"):
+    for zero in ("sym", "full", "zp", "fz"):
         for blocks in (1, 32, 576, "channel", "tensor"):
             for scale in ("f16", "bf16", "f32"):
                 scheme = Scheme(bits, zero, blocks, scale)

@@ -19,7 +19,15 @@ from quant.quantizers.rtn import round_to_nearest
 from quant.scheme import Scheme
 from tests.tiny_runs import run, write_text
 
-SCHEMES = [Scheme.parse(name) for name in ("int3-sym-g32-f16", "int2-zp-g32-f16", "int4-sym-channel-bf16", "int8-zp-tensor-f32")]
+NAMES = (
+    "int3-sym-g32-f16",
+    "int2-zp-g32-f16",
+    "int4-sym-channel-bf16",
+    "int8-zp-tensor-f32",
+    "int3-full-g32-f16",
+    "int2-full-g32-f32",
+)
+SCHEMES = [Scheme.parse(name) for name in NAMES]
 IDS = torch.randint(0, 256, (8, 24), generator=torch.Generator().manual_seed(0))
 
 

@@ -161,6 +161,8 @@ CASES: dict[str, tuple[Case, str]] = {
     "bits 9": (options("--bits", "9"), "bits must be 2 to 8, got 9"),
     "bits 1": (options("--bits", "1"), "bits must be 2 to 8, got 1"),
     "bits as text": (options("--bits", "four"), "--bits"),
+    "full range with a zero point": (options("--full-range", "--zero-point"), "--full-range is a kind of symmetric grid"),
+    "full range with a scheme": (options("--full-range", "--scheme", "mxfp4"), "--full-range: --scheme says all of a scheme"),
     "group 0": (options("--group-size", "0"), "group size must be 1 or more"),
     "group as text": (options("--group-size", "row"), "group size must be a number, 'channel' or 'tensor'"),
     "scale type": (options("--scale-dtype", "f8"), "--scale-dtype is one of f16, bf16, f32"),

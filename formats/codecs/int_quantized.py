@@ -39,7 +39,7 @@ class IntQuantized:
     quant_method = "compressed-tensors"
 
     def refusal(self, scheme: Scheme, shape: tuple[int, int]) -> str | None:
-        if not scheme.integer or scheme.bits != 8 or not scheme.symmetric or isinstance(scheme.blocks, int):
+        if not scheme.integer or scheme.bits != 8 or scheme.zero != "sym" or isinstance(scheme.blocks, int):
             return "int-quantized holds symmetric 8-bit integers with one scale per output channel or per tensor"
         return None
 

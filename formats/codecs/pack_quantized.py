@@ -10,7 +10,8 @@ weight_zero_point     I32    [ceil(out*b/32), G]             only with a zero po
 weight_zero_point     I8     [1]                             the same for one scale per tensor: signed, not packed
 ====================  =====  ==============================  =====================================================
 
-Symmetric codes q are stored as q + 2^(b-1). Our codes with a zero point are unsigned already; the reference reader calls
+Symmetric codes q are stored as q + 2^(b-1); readers multiply with a scale whatever its sign, so that ``full`` schemes need
+nothing more. Our codes with a zero point are unsigned already; the reference reader calls
 them q + 2^(b-1) with q and z signed, which are the same bits. Which parts exist depends on the scheme, never on values.
 Source: compressed-tensors 0.20.1 (its reader) and vLLM 0.32 (its kernels).
 """
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from quant.qtensor import QTensor
 
 _SCALE_DTYPE = {"f16": "F16", "bf16": "BF16", "f32": "F32"}
+_FULL_RANGE = "full_range"  # among what describes how scales were found: readers of weights pass over it
 _SCALE_TYPE = {dtype: name for name, dtype in _SCALE_DTYPE.items()}
 
 
@@ -134,6 +136,8 @@ class PackQuantized:
         else:
             weights |= {"strategy": scheme.blocks}
         weights["dynamic"] = False
+        if scheme.zero == "full":
+            weights["observer_kwargs"] = {_FULL_RANGE: True}
         return {
             "targets": targets,
             "format": self.name,
@@ -150,7 +154,8 @@ class PackQuantized:
             raise SchemeError(
                 f"pack-quantized holds integer weights with float scales, not {weights.get('type')} with {scale_dtype}"
             )
-        zero = "sym" if weights["symmetric"] else "zp"
+        full = bool((weights.get("observer_kwargs") or {}).get(_FULL_RANGE))
+        zero = ("full" if full else "sym") if weights["symmetric"] else "zp"
         return Scheme(weights["num_bits"], cast(Any, zero), cast(Blocks, blocks), cast(ScaleType, _SCALE_TYPE[scale_dtype]))
 
 

@@ -24,7 +24,6 @@ from quant.scheme import Scheme
 SEARCH_ROWS = 512
 _UNITS = 20  # exponents are multiples of 1/20
 _START = (6, 0)
-CLIP_STEPS = tuple(1 - 0.05 * step for step in range(11))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +120,12 @@ def _sampled(consumers: Sequence[Consumer], rows: int) -> list[Consumer]:
     return [c if c.scheme.blocks == "tensor" else Consumer(c.matrix[::stride].contiguous(), c.scheme) for c in consumers]
 
 
-def search_clipping(matrix: Tensor, scheme: Scheme, gram: Tensor, steps: Sequence[float] = CLIP_STEPS) -> Tensor:
+def clip_steps(scheme: Scheme) -> tuple[float, ...]:
+    """What is tried: down to half of the range, and to 0.3 of it where two bits want steps below that."""
+    return tuple(1 - 0.05 * step for step in range(15 if scheme.bits == 2 else 11))
+
+
+def search_clipping(matrix: Tensor, scheme: Scheme, gram: Tensor) -> Tensor:
     """Factors ``scheme.block_grid`` in (0, 1] for each block's range that minimise the block's own share of the output error.
 
     The share of one block is d G_bb d^T with the Gram matrix restricted to the block's input channels: cross terms between
@@ -135,7 +139,7 @@ def search_clipping(matrix: Tensor, scheme: Scheme, gram: Tensor, steps: Sequenc
     lowest: Tensor | None = None
     grams = _block_grams(gram, scheme)
     original = to_blocks(matrix, scheme)
-    for factor in steps:
+    for factor in clip_steps(scheme):
         scales, zeros = scales_from_range(low * factor, high * factor, scheme, divisor)
         levels = encode(matrix, scheme, scales, zeros, divisor)
         if zeros is not None:

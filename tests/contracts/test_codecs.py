@@ -22,6 +22,7 @@ INTEGERS = [
     )
 ]
 FLOATS = [Scheme.parse(text) for text in (*ALIASES.values(), "e2m1-b32-e8m0.even", "e4m3-tensor-f16", "e5m2-channel-bf16")]
+INTEGERS += [Scheme(bits, "full", blocks) for bits, blocks in itertools.product(range(2, 9), (32, "channel"))]  # type: ignore[arg-type]
 SCHEMES = [*INTEGERS, *FLOATS, Scheme(4, "fz", 32), Scheme(3, "fz", "channel", "f32")]
 ITEM = {"I32": 4, "I64": 8, "I8": 1, "U8": 1, "F16": 2, "BF16": 2, "F32": 4, "F8_E8M0": 1, "F8_E4M3": 1}
 TORCH = {

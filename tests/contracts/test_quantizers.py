@@ -22,6 +22,8 @@ BLOCKS: tuple[Blocks, ...] = (32, "channel", "tensor")
 SCALES: tuple[ScaleType, ...] = ("f16", "bf16", "f32")
 INTEGERS = [Scheme(bits, zero, blocks, "f16") for bits, zero, blocks in itertools.product(range(2, 9), ZEROS, BLOCKS)]
 INTEGERS += [Scheme(4, zero, 32, scale) for zero, scale in itertools.product(ZEROS, SCALES[1:])]
+INTEGERS += [Scheme(bits, "full", 32) for bits in range(2, 9)]
+INTEGERS += [Scheme(3, "full", "channel", "bf16"), Scheme(4, "full", "tensor", "f32")]
 _MX = [
     f"{name}-b32-e8m0.{rule}" for name in ("e4m3", "e5m2", "e3m2", "e2m3", "e2m1", "mxint8") for rule in ("floor", "even", "ceil")
 ]
@@ -59,7 +61,7 @@ def test_shapes_types_and_range_are_those_of_the_scheme(name: str, scheme: Schem
     for shape in SHAPES:
         found = quantise(name, matrix(shape), scheme).qtensor
         assert found.scheme == scheme
-        signed = scheme.element == "int" and scheme.zero == "sym"
+        signed = scheme.element == "int" and scheme.zero != "zp"
         assert (found.shape, found.codes.dtype) == (shape, torch.int8 if signed else torch.uint8)
         assert (tuple(found.scales.shape), found.scales.dtype) == (scheme.block_grid(shape), STORED[scheme.scale])
         assert scheme.code_min <= int(found.codes.min()) <= int(found.codes.max()) <= scheme.code_max
@@ -100,12 +102,13 @@ def test_any_float_type_is_taken_at_its_own_values(name: str, scheme: Scheme, dt
 def test_weights_on_the_grid_are_kept_exactly(name: str, scheme: Scheme) -> None:
     """Every block holds the largest code, so that its own scale is the grid's: nothing is left to choose."""
     top = scheme.code_max
-    codes = torch.randint(-top, top + 1, (16, 64), generator=torch.Generator().manual_seed(0))
-    codes[:, ::32] = top
-    weights = codes * 2.0**-5
-    found = quantise(name, weights, scheme).qtensor
-    assert torch.equal(found.dequantise(), weights)
-    assert torch.equal(found.codes.int(), codes.int())
+    codes = torch.randint(scheme.code_min, top + 1, (16, 64), generator=torch.Generator().manual_seed(0))
+    codes[:, ::32] = scheme.code_min if scheme.zero == "full" else top
+    for sign in (1, -1):
+        weights = sign * codes * 2.0**-5
+        found = quantise(name, weights, scheme).qtensor
+        assert torch.equal(found.dequantise(), weights)
+        assert torch.equal(found.codes.int(), (codes if scheme.zero == "full" else sign * codes).int())
 
 
 @pytest.mark.parametrize("scheme", FLOATS, ids=str)

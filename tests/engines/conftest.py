@@ -27,8 +27,8 @@ def prompt_ids(folder: Path) -> list[int]:
 def artefact(tmp_path_factory: pytest.TempPathFactory) -> Artefact:
     """``artefact(method, way)`` -> folder of the embedded model at 4 bits, groups of 64.
 
-    ``way`` is ``--symmetric``, ``--zero-point``, ``head``: the tied output head at 4 bits too, the embedding in float; or
-    ``token`` or ``static``: 8 bits, and the inputs rounded so.
+    ``way`` is ``--symmetric``, ``--full-range``, ``--zero-point``; ``head``: the tied output head at 4 bits too, the embedding
+    in float; or ``token`` or ``static``: 8 bits, and the inputs rounded so.
     """
     made: dict[tuple[str, str], Path] = {}
 

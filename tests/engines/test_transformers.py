@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.real_model
 
 
-@pytest.mark.parametrize("zero", ["--symmetric", "--zero-point", "head"])
+@pytest.mark.parametrize("zero", ["--symmetric", "--full-range", "--zero-point", "head"])
 def test_transformers_computes_what_our_reader_computes(zero: str, artefact: Artefact) -> None:
     import torch
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig

@@ -24,7 +24,14 @@ pytestmark = pytest.mark.engine
 @pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM environment at {PYTHON} (make test-engines builds it)")
 @pytest.mark.parametrize(
     ("method", "zero"),
-    [("rtn", "--symmetric"), ("awq", "--zero-point"), ("rtn", "head"), ("smoothquant", "token"), ("smoothquant", "static")],
+    [
+        ("rtn", "--symmetric"),
+        ("rtn", "--full-range"),
+        ("awq", "--zero-point"),
+        ("rtn", "head"),
+        ("smoothquant", "token"),
+        ("smoothquant", "static"),
+    ],
 )
 def test_vllm_computes_what_our_reader_computes(method: str, zero: str, artefact: Artefact, tmp_path: Path) -> None:
     import torch

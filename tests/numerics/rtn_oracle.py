@@ -48,6 +48,13 @@ def oracle_block(weights: list[float], scheme: Scheme) -> Block:
     if scheme.zero == "sym":
         scale = stored_scale(f32(max(-low, high) / (2 ** (scheme.bits - 1) - 1)), scheme.scale)
         least, most, zero = 1 - 2 ** (scheme.bits - 1), 2 ** (scheme.bits - 1) - 1, 0
+    elif scheme.zero == "full":
+        half = 2 ** (scheme.bits - 1)
+        below, above = max(-low, 0.0), max(high, 0.0)
+        upright = max(f32(below / half), f32(above / (half - 1)))
+        mirrored = max(f32(above / half), f32(below / (half - 1)))
+        scale = stored_scale(min(upright, mirrored), scheme.scale) * (-1 if mirrored < upright else 1)
+        least, most, zero = -half, half - 1, 0
     else:
         if scheme.zero == "zp" or low == high:
             low, high = min(low, 0.0), max(high, 0.0)

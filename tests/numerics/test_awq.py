@@ -10,9 +10,9 @@ from torch import Tensor
 
 from quant.quantizers.rtn import round_to_nearest
 from quant.scheme import Blocks, Scheme, Zero
-from quant.transforms.awq import CLIP_STEPS, Consumer, output_error, search_clipping, search_factors
+from quant.transforms.awq import Consumer, clip_steps, output_error, search_clipping, search_factors
 
-ZEROS: tuple[Zero, ...] = ("sym", "zp")
+ZEROS: tuple[Zero, ...] = ("sym", "full", "zp")
 BLOCKS: tuple[Blocks, ...] = (32, "channel", "tensor")
 ALL = [Scheme(bits, zero, blocks) for bits, zero, blocks in itertools.product(range(2, 9), ZEROS, BLOCKS)]
 
@@ -182,7 +182,7 @@ def test_clipping_is_never_worse_than_none_in_its_own_objective(scheme: Scheme) 
     gram = inputs.T @ inputs
     shrink = search_clipping(matrix, scheme, gram)
     assert shrink.shape == scheme.block_grid((6, 80))
-    assert set(shrink.flatten().tolist()) <= {float(torch.tensor(step)) for step in CLIP_STEPS}
+    assert set(shrink.flatten().tolist()) <= {float(torch.tensor(step)) for step in clip_steps(scheme)}
     clipped = block_error(round_to_nearest(matrix, scheme, shrink).dequantise() - matrix, gram, scheme)
     plain = block_error(round_to_nearest(matrix, scheme).dequantise() - matrix, gram, scheme)
     assert bool((clipped <= plain * (1 + 1e-4)).all())
@@ -201,7 +201,7 @@ def test_clipping_is_the_best_of_all_its_steps(scheme: Scheme) -> None:
         shrink = search_clipping(matrix, scheme, gram)
         chosen = block_error(round_to_nearest(matrix, scheme, shrink).dequantise() - matrix, gram, scheme)
         best = torch.full_like(chosen, torch.inf)
-        for step in CLIP_STEPS:
+        for step in clip_steps(scheme):
             tried = round_to_nearest(matrix, scheme, torch.full_like(shrink, step)).dequantise() - matrix
             best = torch.minimum(best, block_error(tried, gram, scheme))
         torch.testing.assert_close(chosen, best, rtol=1e-3, atol=1e-9)

@@ -14,7 +14,10 @@ from quant.quantizers.rtn import round_to_nearest
 from quant.scheme import Scheme
 from tests.numerics.number_oracle import nearest
 
-SCHEMES = [Scheme.parse(name) for name in ("int4-sym-g8-f32", "int3-zp-g16-f16", "int2-sym-channel-f32", "int8-zp-tensor-f32")]
+SCHEMES = [
+    Scheme.parse(name)
+    for name in ("int4-sym-g8-f32", "int3-zp-g16-f16", "int2-sym-channel-f32", "int8-zp-tensor-f32", "int3-full-g8-f16")
+]
 
 
 def correlated(tokens: int, width: int, seed: int) -> Tensor:

@@ -13,10 +13,11 @@ from quant.errors import SchemeError
 from quant.qtensor import QTensor
 from quant.quantizers.rtn import round_to_nearest
 from quant.scheme import Blocks, ScaleType, Scheme, Zero
+from quant.shrink import search_shrink
 from tests.numerics.rtn_oracle import TINY, UNIT, blocks_of, f32, oracle_block
 
 BITS = range(2, 9)
-ZEROS: tuple[Zero, ...] = ("sym", "zp", "fz")
+ZEROS: tuple[Zero, ...] = ("sym", "full", "zp", "fz")
 BLOCKS: tuple[Blocks, ...] = (1, 2, 32, 48, "channel", "tensor")
 SCALES: tuple[ScaleType, ...] = ("f16", "bf16", "f32")
 
@@ -38,8 +39,8 @@ def check(matrix: Tensor, scheme: Scheme) -> QTensor:
         assert [codes[r][c] for r, c in places] == block.codes, where
         assert [values[r][c] for r, c in places] == block.values, where
         # Half a step, and what the rounding of the scale takes off the end of the range.
-        reach = block.scale * (0.5 + (2**scheme.bits - 1) * UNIT[scheme.scale]) * 1.001
-        if scheme.zero != "fz" and block.scale > TINY:
+        reach = abs(block.scale) * (0.5 + (2**scheme.bits - 1) * UNIT[scheme.scale]) * 1.001
+        if scheme.zero != "fz" and abs(block.scale) > TINY:
             assert max(abs(rows[r][c] - values[r][c]) for r, c in places) <= reach, where
     return found
 
@@ -109,6 +110,47 @@ def test_quantising_symmetric_weights_again_changes_nothing(bits: int, blocks: B
             assert torch.equal(twice.scales, once.scales), seed
 
 
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("bits", BITS)
+def test_quantising_with_the_full_range_again_keeps_every_value(bits: int, scale: ScaleType) -> None:
+    """Codes and scales may both change their sign; what they mean does not."""
+    for plain in (normal(4, 72), with_outlier(normal(2, 96)), -with_outlier(normal(3, 40))):
+        matrix = torch.where(plain.abs() < 0.01, 0.01, plain) if scale == "f16" else plain
+        once = round_to_nearest(matrix, Scheme(bits, "full", 24, scale))
+        twice = round_to_nearest(once.dequantise(), once.scheme)
+        torch.testing.assert_close(twice.dequantise(), once.dequantise(), rtol=2.0**-22, atol=0)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_the_full_range_gives_its_extra_code_to_the_side_that_reaches_further(bits: int) -> None:
+    half = 2 ** (bits - 1)
+    levels = torch.arange(-half, half).float()
+    below, above = (round_to_nearest(sign * levels.reshape(1, -1), Scheme(bits, "full", "channel", "f32")) for sign in (1, -1))
+    assert (float(below.scales), float(above.scales)) == (1.0, -1.0)
+    assert torch.equal(below.codes, above.codes)
+    assert torch.equal(below.dequantise()[0], levels)
+    assert torch.equal(above.dequantise()[0], -levels)
+
+
+def test_the_full_range_is_worth_most_where_codes_are_few() -> None:
+    """Squared error of bell-shaped weights with ranges searched, against the restricted range at the same bytes."""
+    weights = normal(64, 512)
+    ratios = []
+    for bits in (2, 3, 4, 8):
+        plain, full = (Scheme(bits, zero, 64) for zero in ("sym", "full"))
+        assert plain.bits_per_weight((64, 512)) == full.bits_per_weight((64, 512))
+        errors = [
+            (round_to_nearest(weights, scheme, search_shrink(weights, scheme)).dequantise() - weights).square().sum()
+            for scheme in (full, plain)
+        ]
+        ratios.append(float(errors[0] / errors[1]))
+    assert ratios == sorted(ratios)
+    assert ratios[0] < 0.72
+    assert ratios[1] < 0.77
+    assert ratios[2] < 0.85
+    assert ratios[3] < 1.0
+
+
 def test_r07_weights_on_the_full_range_grid_lose_only_its_lowest_point() -> None:
     weights = 0.1 * torch.tensor([[-8.0, -5.0, 0.0, 3.0, 7.0]])
     once = check(weights, Scheme(4, "sym", "channel", "f32"))
@@ -126,7 +168,8 @@ def test_r03_and_r04_tiny_blocks_stay_finite_and_small(bits: int, zero: Zero, sc
     tiny[2, 7] = 1e-30
     tiny[3] = torch.linspace(-1e-39, 1e-39, 32)
     found = check(tiny, Scheme(bits, zero, 32, scale))
-    assert bool((found.scales.float() > 0).all())
+    assert bool((found.scales.float() != 0).all())
+    assert zero == "full" or bool((found.scales.float() > 0).all())
     assert float((found.dequantise() - tiny).abs().max()) <= f32(1e-30)
     small = round_to_nearest(torch.full((1, 32), 1e-7), Scheme(bits, zero, 32, scale))  # below half precision's smallest, over 7
     assert float((small.dequantise() - 1e-7).abs().max()) <= TINY
@@ -257,6 +300,7 @@ def test_clipped_symmetric_codes_stay_in_the_restricted_range(bits: int) -> None
         ({"scales": torch.tensor([[1, -1], [1, 1]], dtype=torch.float16)}, "zero, negative or not finite"),
         ({"scales": torch.tensor([[1, torch.inf], [1, 1]], dtype=torch.float16)}, "zero, negative or not finite"),
         ({"scales": torch.tensor([[1, torch.nan], [1, 1]], dtype=torch.float16)}, "zero, negative or not finite"),
+        ({"scheme": Scheme(4, "full", 32), "scales": torch.tensor([[-1, 0], [1, 1]], dtype=torch.float16)}, "zero"),
         ({"zeros": torch.zeros(2, 2, dtype=torch.uint8)}, "not allowed"),
         ({"scheme": Scheme(4, "zp", 32)}, "missing"),
         ({"scheme": Scheme(4, "zp", 32), "zeros": torch.zeros(2, 1, dtype=torch.uint8)}, "do not fit"),
