@@ -12,14 +12,16 @@ _OF_THE_RESULT = frozenset({"mean_nats_per_token", "kv_cache", "reference", "ref
 
 
 def differences(left: MeasurementRecord, right: MeasurementRecord) -> list[tuple[str, str, str]]:
-    """(what, left's, right's) of every input and convention that is not the same; ``-`` where one has none."""
+    """(what, left's, right's) of every input and convention that is not the same, of unit and n; ``-`` where one has none."""
     found = []
-    for kind, a, b in (("", left.inputs, right.inputs), ("", left.settings, right.settings)):
+    for a, b in ((left.inputs, right.inputs), (left.settings, right.settings)):
         for key in sorted({*a, *b} - _OF_THE_RESULT):
             if a.get(key) != b.get(key):
-                found.append((f"{kind}{key}", a.get(key, "-"), b.get(key, "-")))
+                found.append((key, a.get(key, "-"), b.get(key, "-")))
     if left.unit != right.unit:
         found.append(("unit", left.unit, right.unit))
+    if left.n != right.n:
+        found.append(("n", str(left.n), str(right.n)))
     return found
 
 
