@@ -33,7 +33,7 @@ _DPI = 100
 _MOST_NAMES = 12
 _KEY_LINES, _KEY_LINE_PIXELS = 33, 18
 _LOG_FROM = {"kl": 8.0, "perplexity": 2.5}  # a larger ratio of the largest to the smallest gets a log axis
-_MARKER = 5.0
+_MARKER, _SMALL_MARKER = 5.0, 4.0  # half of a marker in pixels
 _HASH_SALT = "bitledger"
 
 
@@ -129,7 +129,7 @@ def _draw(figure: Figure, found: Comparison, points: Sequence[Point], names: Seq
             axes.vlines(where, low, high, color=colour, linewidth=1.1, alpha=0.8)
         if chosen:
             place = ([point.x for point in chosen], [point.y for point in chosen])
-            axes.scatter(*place, s=46, facecolor=face, edgecolor=colour, linewidth=1.3, zorder=3, label=label)
+            axes.scatter(*place, s=_area(len(points)), facecolor=face, edgecolor=colour, linewidth=1.3, zorder=3, label=label)
     steps = _steps(best)
     axes.plot([a for a, _ in steps], [b for _, b in steps], color=COLOURS[0], linewidth=1.2, alpha=0.6, label="Pareto front")
     _draw_float(axes, level)
@@ -137,6 +137,15 @@ def _draw(figure: Figure, found: Comparison, points: Sequence[Point], names: Seq
         text.set_parse_math(False)
     _write_around(figure, found, points, y)
     return _write_labels(figure, axes, points, names, steps, level)
+
+
+def _marker(count: int) -> float:
+    return _MARKER if count <= _MOST_NAMES else _SMALL_MARKER
+
+
+def _area(count: int) -> float:
+    """Of a marker, in square points."""
+    return (2 * _marker(count) * 72 / _DPI) ** 2
 
 
 def _float_level(found: Comparison, y: str) -> float | None:
@@ -240,7 +249,7 @@ def _write_labels(
     if level is not None and axes.get_ylim()[0] <= level <= axes.get_ylim()[1]:
         lines.append(tuple((edge, _pixels(axes, axes.get_xlim()[0], level)[1]) for edge in (frame.x0, frame.x1)))
     obstacles = Obstacles(tuple(_bars(axes, points)), tuple(lines))
-    placed = place_labels(places, [_size(text) for text in texts], bounds, obstacles, marker=_MARKER)
+    placed = place_labels(places, [_size(text) for text in texts], bounds, obstacles, marker=_marker(len(points)))
     if placed is None:
         for text in texts:
             text.remove()

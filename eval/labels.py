@@ -1,24 +1,26 @@
 """Labels beside points without one lying on another: greedy placement on rings around each point.
 
-Crowded points choose first. A label never lies over a marker, an error bar, another label, a leader line or the edge; where it
-can, it also keeps off lines that merely run through the picture. All lengths are in pixels.
+Crowded points choose first. A label never lies over a marker, an error bar, another label, a leader or the edge. Where they can,
+labels keep off lines that merely run through the picture, and leaders off markers and each other. All lengths are in pixels.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 Point = tuple[float, float]
 Segment = tuple[Point, Point]
 
-_ORDER = (0, 8, 4, 12, 2, 6, 10, 14, 1, 3, 5, 7, 9, 11, 13, 15)
-"""Right, left, above, below, then the diagonals, then what lies between, in 16ths of a turn."""
+_ORDER = (0, 16, 8, 24, 4, 12, 20, 28, *(step for step in range(32) if step % 4))
+"""Right, left, above, below, then the diagonals, then what lies between, in 32nds of a turn."""
 _RINGS = (0.0, 6.0, 14.0, 24.0, 36.0, 50.0, 68.0, 90.0, 116.0, 146.0, 190.0, 240.0, 300.0)
 _NEAR = 80.0  # points this near make each other crowded
 _TOUCHING, _CLEARLY = 6.0, 2.0  # a label goes without a leader this near its point, and twice as far from any other
+# What a place costs besides its distance in pixels.
+_LEADER, _ON_LINE, _OVER_MARKER, _OVER_LEADER = 25.0, 60.0, 150.0, 100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +94,26 @@ def place_labels(
     markers = [Box(x - marker, y - marker, x + marker, y + marker) for x, y in points]
     placed: dict[int, Placed] = {}
     for place in sorted(range(len(points)), key=lambda place: (-_neighbours(points, place), points[place], place)):
-        boxes = [
-            box
-            for box in _boxes(points[place], sizes[place], marker + gap)
-            if bounds.contains(box) and not any(box.grown(gap).overlaps(other) for other in (*markers, *obstacles.boxes))
-        ]
-        found = [_with_leader(box, place, points, marker + gap) for box in boxes]
-        free = [label for label in found if _free(label, place, points, markers, placed, gap)]
-        if not free:
+        taken = list(placed.values())
+        leaders = [(points[k], other.anchor(points[k])) for k, other in placed.items() if other.leader]
+        # A marker that lies over this one is crossed by any leader.
+        beside = [box for k, box in enumerate(markers) if k != place and not box.overlaps(markers[place])]
+        best: Placed | None = None
+        least = math.inf
+        for ring in _RINGS:
+            if least <= ring:  # no place further out costs less
+                break
+            for box in _boxes(points[place], sizes[place], marker + gap + ring):
+                around = box.grown(gap)
+                if not bounds.contains(box) or any(around.overlaps(other) for other in (*markers, *obstacles.boxes)):
+                    continue
+                label = _with_leader(box, place, points, marker + gap)
+                cost = _cost(label, points[place], beside, leaders, obstacles)
+                if cost < least and _free(label, points[place], taken, leaders, gap):
+                    best, least = label, cost
+        if best is None:
             return None
-        placed[place] = min(free, key=lambda label: _cost(label, points[place], obstacles))
+        placed[place] = best
     return [placed[place] for place in range(len(points))]
 
 
@@ -109,18 +121,14 @@ def _neighbours(points: Sequence[Point], place: int) -> int:
     return sum(math.dist(points[place], other) < _NEAR for other in points)
 
 
-def _boxes(point: Point, size: tuple[float, float], start: float) -> list[Box]:
-    """Boxes around ``point``, the nearest rings first, each in 16 directions and never over the point."""
-    found = []
-    for ring in _RINGS:
-        for step in _ORDER:
-            angle = 2 * math.pi * step / len(_ORDER)
-            cosine, sine = math.cos(angle), math.sin(angle)
-            # The middle lies half of the box further out than where the ring is met in this direction.
-            x = point[0] + cosine * (start + ring) + _sign(cosine) * size[0] / 2
-            y = point[1] + sine * (start + ring) + _sign(sine) * size[1] / 2
-            found.append(Box(x - size[0] / 2, y - size[1] / 2, x + size[0] / 2, y + size[1] / 2))
-    return found
+def _boxes(point: Point, size: tuple[float, float], reach: float) -> Iterator[Box]:
+    """Boxes around ``point`` in 32 directions, each beginning where a circle of radius ``reach`` is met."""
+    for step in _ORDER:
+        angle = 2 * math.pi * step / len(_ORDER)
+        cosine, sine = math.cos(angle), math.sin(angle)
+        x = point[0] + cosine * reach + _sign(cosine) * size[0] / 2
+        y = point[1] + sine * reach + _sign(sine) * size[1] / 2
+        yield Box(x - size[0] / 2, y - size[1] / 2, x + size[0] / 2, y + size[1] / 2)
 
 
 def _sign(value: float) -> float:
@@ -134,28 +142,25 @@ def _with_leader(box: Box, place: int, points: Sequence[Point], touching: float)
     return Placed(box, leader=own > touching + _TOUCHING or nearest < _CLEARLY * own)
 
 
-def _free(
-    label: Placed, place: int, points: Sequence[Point], markers: Sequence[Box], placed: dict[int, Placed], gap: float
-) -> bool:
-    """Whether label and leader keep off the other labels, their leaders, and other points' markers."""
+def _free(label: Placed, point: Point, taken: Sequence[Placed], leaders: Sequence[Segment], gap: float) -> bool:
+    """Whether the label keeps off the others and their leaders, and its own leader off the other labels."""
     around = label.box.grown(gap)
-    leaders = [(points[k], other.anchor(points[k])) for k, other in placed.items() if other.leader]
-    if any(around.overlaps(other.box) for other in placed.values()) or any(around.crossed_by(*leader) for leader in leaders):
+    if any(around.overlaps(other.box) for other in taken) or any(around.crossed_by(*leader) for leader in leaders):
         return False
-    if not label.leader:
-        return True
-    own = (points[place], label.anchor(points[place]))
-    # A marker that lies over this one is crossed by any leader.
-    beside = [box for k, box in enumerate(markers) if k != place and not box.overlaps(markers[place])]
-    if any(box.crossed_by(*own) for box in (*beside, *(other.box for other in placed.values()))):
-        return False
-    return not any(_crossing(own, leader) for leader in leaders)
+    return not label.leader or not any(other.box.crossed_by(point, label.anchor(point)) for other in taken)
 
 
-def _cost(label: Placed, point: Point, obstacles: Obstacles) -> float:
-    """Pixels of distance, with a surcharge for a leader and for lying on a line. Equal costs go to the first direction."""
-    on_line = any(label.box.crossed_by(start, end) for line in obstacles.lines for start, end in pairwise(line))
-    return round(math.dist(point, label.anchor(point)) + 25.0 * label.leader + 25.0 * on_line, 6)
+def _cost(label: Placed, point: Point, markers: Sequence[Box], leaders: Sequence[Segment], obstacles: Obstacles) -> float:
+    """Pixels of distance, with what is added for a leader, for what it crosses, and for lying on a line."""
+    own = (point, label.anchor(point))
+    cost = math.dist(*own)
+    if any(label.box.crossed_by(start, end) for line in obstacles.lines for start, end in pairwise(line)):
+        cost += _ON_LINE
+    if label.leader:
+        cost += _LEADER
+        cost += _OVER_MARKER * sum(box.crossed_by(*own) for box in markers)
+        cost += _OVER_LEADER * sum(_crossing(own, leader) for leader in leaders)
+    return round(cost, 6)
 
 
 def _crossing(one: Segment, other: Segment) -> bool:
