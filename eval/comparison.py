@@ -7,12 +7,12 @@ cell with a note.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from eval.columns import LANGUAGE, MeasuredColumn, measured_columns
-from eval.comparable import differences, differences_text, foreign
+from eval.comparable import BASELINE, differences, differences_text, foreign
 from eval.compared_bits import linears_bits
 from formats.atomic import hash_file
 from formats.integrity import Broken, verify_bytes
@@ -21,6 +21,7 @@ from quant.errors import UsageError, VerifyError
 
 _SHOWN = 8
 _NOT_MAKING = ("evaluate", "hash")
+_NO_CONVENTION = ("mean_nats_per_token", "pairing")
 _VERSIONS = ("bitledger", "torch", "transformers")
 WAY_OUT = "evaluate them alike (python -m pipelines.evaluate DIR --suite standard) or leave one out"
 
@@ -75,14 +76,14 @@ class Cell:
 class Comparison:
     """The table: ``cells[i][key]`` is what ``entries[i]`` has in the column of that key.
 
-    ``conventions`` says of every measured column what it was measured on, ``notes`` what must be said besides.
+    ``conventions`` says of every measured column (by its key) what it was measured on, ``notes`` what must be said besides.
     """
 
     entries: tuple[Entry, ...]
     columns: tuple[Column, ...]
     cells: tuple[dict[str, Cell], ...]
-    conventions: tuple[str, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    conventions: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def values(self, key: str) -> list[float | None]:
         """What the artefacts have in one column; all None where there is no such column."""
@@ -151,8 +152,8 @@ def compare(entries: Sequence[Entry]) -> Comparison:
         row |= _times(entry.manifest)
         titles = {column.key: column.title for column in columns}
         notes += [f"{entry.label}: {titles[key]}: {cell.note}" for key, cell in row.items() if cell.note]
-    conventions = [text for column in measured if (text := _convention(entries, column))]
-    return Comparison(tuple(entries), tuple(columns), tuple(cells), tuple(conventions), (*notes, *_versions(entries)))
+    conventions = {column.key: _convention(entries, column) for column in measured}
+    return Comparison(tuple(entries), tuple(columns), tuple(cells), conventions, (*notes, *_versions(entries)))
 
 
 def _sources(entries: Sequence[Entry]) -> list[str]:
@@ -237,15 +238,12 @@ def _times(manifest: Manifest) -> dict[str, Cell]:
 
 
 def _convention(entries: Sequence[Entry], column: MeasuredColumn) -> str:
-    """What a measured column was measured on, the same for all that have it."""
-    found = next((found for entry in entries if (found := entry.find(column.part, column.name)) is not None), None)
-    if found is None:
-        return ""
-    digests = ", ".join(f"{name} {digest[:12]}" for name, digest in found.inputs.items())
-    settings = ", ".join(f"{name} {value}" for name, value in found.settings.items() if name != "mean_nats_per_token")
-    part = column.part or "the run's own"
-    shown = f"{column.title} (part {part})" if column.part else f"{column.title} ({part})"
-    return f"{shown}: n = {found.n}; {digests or 'no digests'}; {settings or 'no settings recorded'}"
+    """What a measured column was measured on, the same for all that have it: part, n, digests, settings."""
+    found = next(found for entry in entries if (found := entry.find(column.part, column.name)) is not None)
+    digests = ", ".join(f"{name} {digest[:12]}" for name, digest in found.inputs.items() if not name.startswith(BASELINE))
+    settings = ", ".join(f"{name} {value}" for name, value in found.settings.items() if name not in _NO_CONVENTION)
+    part = f"part {column.part}" if column.part else "the run's own"
+    return f"{part}, n = {found.n}; {digests or 'no digests'}; {settings or 'no settings recorded'}"
 
 
 def _versions(entries: Sequence[Entry]) -> list[str]:

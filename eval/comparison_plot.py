@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -207,8 +206,9 @@ def _write_around(figure: Figure, found: Comparison, points: Sequence[Point], y:
     """Headings above the axes, and below them which artefacts are not in the picture."""
     height = figure.get_figheight() * _DPI
     source = shortened(found.entries[0].manifest.source.requested, 70)
-    measured = next((text for text in found.conventions if text.startswith(f"{_title(found, y)} (")), "")
-    below = re.sub(r"; (.*)", lambda match: _digests(match[1]), measured, count=1)
+    part, _, rest = found.conventions.get(y, "").partition("; ")
+    title = next((column.title for column in found.columns if column.key == y), y)
+    below = f"{title} ({part}; {rest.partition('; ')[0]})" if part else title
     lines: list[tuple[float, float, str, str]] = [
         (height - 28, 15, "bold", f"{source}: {len(points)} artefacts, quality against bits")
     ]
@@ -219,17 +219,6 @@ def _write_around(figure: Figure, found: Comparison, points: Sequence[Point], y:
         lines.append((16, 9, "normal", shortened(text, 170)))
     for place, size, weight, text in lines:
         figure.text(0.5, place / height, text, ha="center", va="center", fontsize=size, fontweight=weight, parse_math=False)
-
-
-def _title(found: Comparison, key: str) -> str:
-    return next((column.title for column in found.columns if column.key == key), key)
-
-
-def _digests(text: str) -> str:
-    """Of a convention only what identifies it: the digests."""
-    names = ("corpus", "tokenizer", "windows")
-    kept = [piece for piece in re.split(r"[,;] ", text) if piece.split(" ")[0] in names]
-    return f"; {', '.join(kept)}" if kept else ""
 
 
 def _write_labels(

@@ -52,7 +52,7 @@ def markdown(found: Comparison, front: Collection[int], axes: str) -> str:
         lines.append(_row([entry.label, entry.manifest.method, *shown, "yes" if place in front else ""]))
     lines += ["", f"*front*: no other artefact is at least as good in both and better in one of: {axes}."]
     lines += ["Brackets hold the interval of a figure, at the level that the manifest gives."]
-    for title, texts in (("Measured on", found.conventions), ("Notes", found.notes)):
+    for title, texts in (("Measured on", measured_on(found)), ("Notes", found.notes)):
         lines += ["", f"## {title}", "", *(f"* {text}" for text in texts or ("none",))]
     lines += ["", "## Read from", "", _row(["artefact", "schemes", "manifest", "SHA-256"]), _row(["---"] * 4)]
     lines += [_row([entry.label, entry.schemes, entry.path, entry.sha256]) for entry in found.entries]
@@ -79,8 +79,17 @@ def record(found: Comparison, front: Collection[int], axes: str) -> dict[str, An
             }
         )
     columns = [{"key": column.key, "title": column.title, "unit": column.unit} for column in found.columns]
-    said = {"measured_on": list(found.conventions), "notes": list(found.notes)}
+    said = {"measured_on": dict(found.conventions), "notes": list(found.notes)}
     return {"columns": columns, "artefacts": artefacts, "front": axes, **said}
+
+
+def measured_on(found: Comparison) -> list[str]:
+    """One sentence for all columns that were measured on the same."""
+    titles = {column.key: column.title for column in found.columns}
+    alike: dict[str, list[str]] = {}
+    for key, text in found.conventions.items():
+        alike.setdefault(text, []).append(titles[key])
+    return [f"{'; '.join(names)}: {text}" for text, names in alike.items()]
 
 
 def cell_text(cell: Cell, column: Column) -> str:

@@ -119,7 +119,7 @@ def _write(output: Path, files: dict[str, bytes]) -> None:
 def _show(found: Comparison, front: Collection[int], axes: str, output: Path, files: Collection[str]) -> None:
     from rich.table import Table
 
-    from eval.comparison_text import cell_text
+    from eval.comparison_text import cell_text, measured_on
     from pipelines.screen import console
 
     out = console()
@@ -132,7 +132,7 @@ def _show(found: Comparison, front: Collection[int], axes: str, output: Path, fi
         table.add_row(column.title, *(cell_text(cells[column.key], column) for cells in found.cells))
     table.add_row(f"on the front of {axes}", *("yes" if place in front else "no" for place in range(len(found.entries))))
     out.print(table, markup=False)
-    for text in found.conventions:
+    for text in measured_on(found):
         out.print(f"measured on: {text}", markup=False, highlight=False, soft_wrap=True)
     for text in found.notes:
         out.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
