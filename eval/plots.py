@@ -12,21 +12,20 @@ import math
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.font_manager import findfont, get_font
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from eval.capacity.bounds import step_time
 from eval.capacity.implications import Assumptions
+from eval.drawing import COLOURS, GREY, log_limits, shortened
 from formats.manifest import Manifest, MeasurementRecord
 from formats.units import size_text
 
@@ -34,8 +33,6 @@ WIDTH_PIXELS, HEIGHT_PIXELS = 1200, 600
 _DPI = 100
 _MOST_CARDS = 4
 _MOST_POINTS = 80  # batches computed along one curve
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # Okabe and Ito: told apart with any colour vision
-_GREY = "#666666"
 _LEFT_PANEL, _RIGHT_PANEL = (0.08, 0.11, 0.39, 0.68), (0.575, 0.11, 0.405, 0.68)  # left, bottom, width, height of the picture
 _KINDS = ("codes", "scales", "zeros", "shape", "kept", "header")
 
@@ -73,17 +70,9 @@ def _write_title(figure: Figure, manifest: Manifest) -> None:
     stored = "" if bits.quantised is None else f"{bits.quantised:.5g} bits per weight quantised, "
     total = sum(line.total_bytes for line in manifest.ledger)
     below = f"{manifest.method}, {what}: {stored}{bits.whole_file:.5g} in the whole file, weights {size_text(total)}"
-    lines = ((0.96, 15, "bold", _shortened(manifest.source.requested, 70)), (0.91, 12, "normal", below))
+    lines = ((0.96, 15, "bold", shortened(manifest.source.requested, 70)), (0.91, 12, "normal", below))
     for height, size, weight, text in lines:
         figure.text(0.5, height, text, ha="center", va="center", fontsize=size, fontweight=weight, parse_math=False)
-
-
-def _shortened(text: str, most: int) -> str:
-    """``text`` in one line of at most ``most`` characters that can be drawn, its middle left out where it is longer."""
-    font = get_font(findfont("DejaVu Sans"))
-    text = "".join(letter if letter.isprintable() and font.get_char_index(ord(letter)) else "?" for letter in text)
-    keep = (most - 1) // 2
-    return text if len(text) <= most else f"{text[:keep]}…{text[-keep:]}"
 
 
 def _draw_windows(axes: Axes, manifest: Manifest, rows: pd.DataFrame) -> None:
@@ -93,11 +82,11 @@ def _draw_windows(axes: Axes, manifest: Manifest, rows: pd.DataFrame) -> None:
     both = np.isfinite(before) & np.isfinite(after)
     size = float(np.clip(400 / len(rows), 4, 45))
     axes.set_yscale("log")
-    axes.vlines(number[both], before[both], after[both], color=_GREY, linewidth=min(1.2, size / 8), alpha=0.6)
-    for values, colour, marker, label in ((before, _COLOURS[0], "o", "float"), (after, _COLOURS[1], "D", "artefact")):
+    axes.vlines(number[both], before[both], after[both], color=GREY, linewidth=min(1.2, size / 8), alpha=0.6)
+    for values, colour, marker, label in ((before, COLOURS[0], "o", "float"), (after, COLOURS[1], "D", "artefact")):
         axes.scatter(number[np.isfinite(values)], values[np.isfinite(values)], s=size, color=colour, marker=marker, label=label)
     finite = np.concatenate([values[np.isfinite(values)] for values in (before, after)])
-    _log_limits(axes, "y", finite, below=0.06 if both.all() else 0.14, above=0.16)
+    log_limits(axes, "y", finite, below=0.06 if both.all() else 0.14, above=0.16)
     if not both.all():
         missing = number[~both]
         label = f"no finite perplexity ({len(missing):,} of {len(rows):,} windows)"
@@ -106,7 +95,7 @@ def _draw_windows(axes: Axes, manifest: Manifest, rows: pd.DataFrame) -> None:
     axes.set_xlim(number.min() - 0.6, number.max() + 0.6)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
     text = manifest.digests.evaluation
-    of_what = "" if text is None else f" of {text.length_tokens:,} tokens, {_shortened(text.corpus, 40)}"
+    of_what = "" if text is None else f" of {text.length_tokens:,} tokens, {shortened(text.corpus, 40)}"
     axes.set_xlabel(f"window{of_what}", parse_math=False)
     axes.set_ylabel("perplexity of the window")
     axes.grid(axis="y", alpha=0.3)
@@ -163,11 +152,11 @@ def _draw_cards(axes: Axes, cards: Sequence[Mapping[str, Any]]) -> None:
     curves.sort(key=lambda curve: -float(curve[2][-1]))  # the legend in the order of the lines' ends
     axes.set_xscale("log")
     axes.set_yscale("log")
-    for (card, batches, rates), colour in zip(curves, _COLOURS, strict=False):
-        label = f"{_shortened(str(card['card_name']), 34)}: {rates[-1]:,.0f} tokens/s at batch {batches[-1]:,}"
+    for (card, batches, rates), colour in zip(curves, COLOURS, strict=False):
+        label = f"{shortened(str(card['card_name']), 34)}: {rates[-1]:,.0f} tokens/s at batch {batches[-1]:,}"
         axes.plot(batches, rates, color=colour, linewidth=1.8, marker="o", markevery=[-1], label=label)
-    _log_limits(axes, "x", np.concatenate([[1, 2], *(curve[1] for curve in curves)]), below=0.04, above=0.06)
-    _log_limits(axes, "y", np.concatenate([curve[2] for curve in curves]), below=0.75, above=0.08)
+    log_limits(axes, "x", np.concatenate([[1, 2], *(curve[1] for curve in curves)]), below=0.04, above=0.06)
+    log_limits(axes, "y", np.concatenate([curve[2] for curve in curves]), below=0.75, above=0.08)
     axes.set_xlabel("batch (requests decoded together)")
     axes.set_ylabel("output tokens per second")
     axes.grid(alpha=0.3)
@@ -208,7 +197,7 @@ def _draw_bytes(axes: Axes, manifest: Manifest, why: str) -> None:
     kinds = [kind for kind in _KINDS if sums[kind]]
     unit, size = ("GB (10^9 bytes)", 1e9) if total >= 1e9 else ("MB (10^6 bytes)", 1e6)
     widths = [sums[kind] / size for kind in kinds]
-    axes.barh(kinds, widths, color=_COLOURS[0])
+    axes.barh(kinds, widths, color=COLOURS[0])
     for place, kind in enumerate(kinds):
         share = sums[kind] / total
         label = f"{sums[kind]:,} bytes, {f'{share:.2%}' if share >= 1e-4 else 'less than 0.01%'}"
@@ -225,23 +214,3 @@ def _set_title(axes: Axes, text: str) -> None:
     lines = [piece for line in text.splitlines() for piece in textwrap.wrap(line, 66)]
     cut = [*lines[:2], f"{lines[2]} …"] if len(lines) > 3 else lines
     axes.set_title("\n".join(cut), fontsize=10, parse_math=False)
-
-
-def _log_limits(axes: Axes, name: Literal["x", "y"], values: NDArray[Any], *, below: float, above: float) -> None:
-    """Limits and ticks of a log axis: shares of the values' span stay free below and above them; ticks are plain numbers."""
-    low, high = (float(values.min()), float(values.max())) if len(values) else (1.0, 10.0)
-    span = max(math.log(high / low), math.log(1.5))
-    ends = low * math.exp(-below * span), high * math.exp(above * span)
-    axis: Axis
-    if name == "x":
-        axis = axes.xaxis
-        axes.set_xlim(ends)
-    else:
-        axis = axes.yaxis
-        axes.set_ylim(ends)
-    if ends[1] / ends[0] < 12:
-        axis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 2.5, 5, 10], integer=name == "x"))
-    else:
-        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if ends[1] / ends[0] < 2000 else (1.0,)))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}" if value < 1e6 else f"{value:.0e}"))

@@ -1,4 +1,4 @@
-"""Is an artefact what its manifest says? Nine checks, cheap ones first; the first broken thing is named and ends it.
+"""Is an artefact what its manifest says? Ten checks, cheap ones first; the first broken thing is named and ends it.
 
 =========  ==========================================================================================================
 manifest   readable, of a known format
@@ -10,6 +10,7 @@ headers    every tensor in the weight files is a recorded part, with its type, s
 ledger     every tensor has one fate; sums per file, totals, bits per weight; measurements were made on these files
 config     the quantization block of config.json says what was stored, and ignores what was not quantised
 kv cache   config.json says of the cache what the record says; its scales are there, finite, above 0 and not all the same
+gates      every verdict is on these files, follows from its own figures, and these are still the measurements
 codecs     the recorded parts are what the codec lays out; one matrix per codec and scheme unpacks and packs to the same bytes
 =========  ==========================================================================================================
 
@@ -29,6 +30,7 @@ from formats.atomic import hash_file
 from formats.broken import Broken, named
 from formats.config_block import check_config
 from formats.folder import INDEX_NAME, allowed_roots, inside
+from formats.gates import check_gates
 from formats.header import TensorInfo, read_header
 from formats.kv_check import check_kv_cache
 from formats.manifest import NAME, Manifest
@@ -36,7 +38,7 @@ from formats.records import PartRecord
 from formats.round_trip import check_codecs
 from quant.errors import VerifyError
 
-__all__ = ["Broken", "verify_folder"]
+__all__ = ["Broken", "verify_bytes", "verify_folder"]
 
 MAX_JSON_BYTES = 200_000_000
 
@@ -55,15 +57,7 @@ def verify_folder(folder: Path, *, report: Report | None = None, progress: Progr
         Broken: the first thing that does not hold.
     """
     say = report or (lambda check, seen: None)
-    with named("manifest", NAME):
-        manifest = Manifest.load(folder / NAME)
-    say("manifest", f"{manifest.format}, method {manifest.method}")
-    total = _check_files(folder, manifest)
-    say("files", f"{len(manifest.files)} files, {total:,} bytes")
-    _check_unlisted(folder, manifest)
-    say("unlisted", "no other file")
-    _check_hashes(folder, manifest, total, progress)
-    say("hashes", f"{len(manifest.files)} SHA-256")
+    manifest = verify_bytes(folder, report=report, progress=progress)
     stored = _check_headers(folder, manifest)
     say("headers", f"{len(stored)} stored tensors, weight files: {len(manifest.ledger)}")
     _check_ledger(manifest)
@@ -78,7 +72,31 @@ def verify_folder(folder: Path, *, report: Report | None = None, progress: Progr
     cache = check_kv_cache(folder, manifest, config)
     if cache is not None:
         say("kv cache", cache)
+    for verdict in check_gates(manifest):
+        say("gates", verdict)
     say("codecs", check_codecs(folder, manifest.tensors, stored))
+    return manifest
+
+
+def verify_bytes(
+    folder: Path, *, report: Report | None = None, progress: Progress | None = None, hashes: bool = True
+) -> Manifest:
+    """The first four checks: the files are those of the manifest, byte for byte; without ``hashes`` size for size only.
+
+    Raises:
+        Broken: the first thing that does not hold.
+    """
+    say = report or (lambda check, seen: None)
+    with named("manifest", NAME):
+        manifest = Manifest.load(folder / NAME)
+    say("manifest", f"{manifest.format}, method {manifest.method}")
+    total = _check_files(folder, manifest)
+    say("files", f"{len(manifest.files)} files, {total:,} bytes")
+    _check_unlisted(folder, manifest)
+    say("unlisted", "no other file")
+    if hashes:
+        _check_hashes(folder, manifest, total, progress)
+        say("hashes", f"{len(manifest.files)} SHA-256")
     return manifest
 
 

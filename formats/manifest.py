@@ -17,14 +17,13 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
+from formats.gates import BoundRecord, GateRecord
 from formats.records import (
     BitsPerWeight,
-    BoundRecord,
     Deployment,
     Digests,
     EvaluationRecord,
     FileRecord,
-    GateRecord,
     HashedFile,
     IntervalRecord,
     Json,

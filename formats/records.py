@@ -267,35 +267,6 @@ class EvaluationRecord(Record):
     notes: list[str] = []
 
 
-class BoundRecord(Record):
-    """One bound of a policy against the measurement that it judges: ``figure`` is the value or the end of its interval.
-
-    ``judged`` says which; ``figure`` is None where there was nothing to judge, which never holds.
-    """
-
-    name: str
-    part: str
-    judged: Literal["value", "low", "high"]
-    figure: float | None
-    low: float | None = None
-    high: float | None = None
-    at_most: float | None = None
-    at_least: float | None = None
-    held: bool
-    reason: str = ""
-
-
-class GateRecord(Record):
-    """A policy's verdict on exactly the files in ``subject``."""
-
-    policy: str
-    policy_sha256: Sha256
-    passed: bool
-    judged_utc: str
-    subject: dict[str, Sha256]
-    bounds: list[BoundRecord]
-
-
 class NoteRecord(Record):
     """Something that did not go the plain way: where, what, and how often."""
 

@@ -59,3 +59,9 @@ class VerifyError(BitledgerError):
     """A stored artefact that does not match its manifest."""
 
     exit_code = 1
+
+
+class GateFailed(BitledgerError):
+    """An artefact that a policy does not let pass."""
+
+    exit_code = 1
