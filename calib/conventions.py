@@ -11,9 +11,11 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Literal
 
 from calib.corpora import BLANK_LINE, WIKITEXT_FILE, Join
 from calib.cut import BOS_CHOICES, Bos
+from calib.windows import Tokens, Windows, evaluation_windows
 from quant.errors import UsageError
 
 
@@ -49,6 +51,18 @@ class Convention:
         if self.bos != "auto":
             return self.bos
         return self.placement if adds_bos else "none"
+
+    def windows(self, tokens: Tokens, *, count: int | Literal["all"], start: int) -> Windows:
+        """Evaluation windows of this convention from token ``start`` on; errors as ``calib.windows.evaluation_windows``."""
+        return evaluation_windows(
+            tokens,
+            count=count,
+            length=self.window,
+            start=start,
+            bos=self.start_token(tokens.adds_bos),
+            first_scored=self.first_scored,
+            tail=self.tail,
+        )
 
 
 CONVENTIONS: Mapping[str, Convention] = MappingProxyType(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -42,6 +42,7 @@ _LONGEST_TOKEN_BYTES = 16  # above at_least x this, a text is surely long enough
 @dataclass(frozen=True, slots=True)
 class _Backend:
     encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
     bos_id: int | None
     adds_bos: bool
     special_ids: tuple[int, ...]
@@ -103,6 +104,10 @@ class TextTokenizer:
             raise too_short(f"{len(ids):,}", max(at_least, 1))
         return ids
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``, special tokens included; bytes that are no whole character become U+FFFD."""
+        return self._backend.decode([int(token) for token in ids])
+
     @cached_property
     def _backend(self) -> _Backend:
         return _direct(self.folder, self._config) if self._as_it_stands else _through_transformers(self.folder)
@@ -147,7 +152,13 @@ def _direct(folder: Path, config: Mapping[str, Any]) -> _Backend:
     bos_id = tokenizer.token_to_id(text) if isinstance(text, str) else None
     adds = bos_id is not None and tokenizer.encode("a").ids[:1] == [bos_id]  # transformers ignores add_bos_token for this kind
     special = sorted(index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special)
-    return _Backend(lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids), bos_id, adds, tuple(special))
+    return _Backend(
+        lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids),
+        lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
+        bos_id,
+        adds,
+        tuple(special),
+    )
 
 
 def _through_transformers(folder: Path) -> _Backend:
@@ -164,5 +175,9 @@ def _through_transformers(folder: Path) -> _Backend:
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = sorted({*tokenizer.all_special_ids, *(index for index, token in added.items() if token.special)})
     return _Backend(
-        lambda text: list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]), bos_id, adds, tuple(special)
+        lambda text: list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]),
+        lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)),
+        bos_id,
+        adds,
+        tuple(special),
     )

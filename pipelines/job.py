@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import resource
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -16,6 +14,7 @@ from calib.blockwise import BlockwiseDriver, check_linears
 from calib.held import Held
 from calib.quantise import Quantised, Sink, TensorSink, quantise_without_data
 from calib.tune import tune
+from eval.perplexity import WindowLosses
 from eval.plots import run_plot
 from eval.rows import rows_bytes
 from formats.engine_config import output_config, quantization_config
@@ -29,12 +28,13 @@ from formats.skeleton import Skeleton
 from formats.writer import ShardedWriter, WrittenFile, copy_file, hash_file, write_bytes_atomically
 from pipelines.kv import CalibratedCache, calibrate_cache, check_cache
 from pipelines.ledger import build_manifest
-from pipelines.measuring import measure
+from pipelines.measuring import measure, measure_float
+from pipelines.memory import give_back_freed_memory, peak_rss_bytes, restart_peak
 from pipelines.prepare import Prepared, header_metadata
 from pipelines.progress import Progress
 from pipelines.target import TargetSearch
 from pipelines.text import CalibrationText, calibration_text
-from quant.quantizer import get_quantizer
+from quant.quantizer import Note, get_quantizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Job:
         self.prepared = prepared
         self.progress = progress
         self.started = datetime.datetime.now(datetime.UTC)
-        self._quantise_peak = 0
+        self._quantise_peak = self._float_peak = 0
         self._calibration_text: CalibrationText | None = None
 
     def execute(self) -> Finished:
@@ -60,7 +60,9 @@ class Job:
         request = self.prepared.request
         source_files = self._hash_source()
         with OutputFolder(request.output, request.force) as folder:
+            before, warning = self._float()
             result, written = self._stored(folder)
+            result.notes += [] if warning is None else [warning]
             self._quantise_peak = peak_rss_bytes()
             config = self._config(folder)
             cache = self._cache(folder, written, result)
@@ -70,7 +72,7 @@ class Job:
             ]
             files += self._side_files(folder)
             files += [config, *(cache.files() if cache is not None else ())]
-            measurements, rows, notes = measure(folder, self.prepared, files, source_files, cache, self.progress)
+            measurements, rows, notes = measure(folder, self.prepared, files, source_files, cache, before, self.progress)
             result.notes += notes
             files.append(_write(folder, WINDOWS_NAME, rows_bytes(rows), "side"))
             manifest = build_manifest(
@@ -101,6 +103,14 @@ class Job:
                 nbytes, sha256 = hash_file(path)
                 found.append(HashedFile(name=name, nbytes=nbytes, sha256=sha256))
                 report(done, len(names))
+        return found
+
+    def _float(self) -> tuple[WindowLosses, Note | None]:
+        """The float model's losses, before any work is built on it; its memory does not count as the quantiser's."""
+        found = measure_float(self.prepared, self.progress)
+        give_back_freed_memory()
+        self._float_peak = peak_rss_bytes()
+        restart_peak()
         return found
 
     def _stored(self, folder: Path) -> tuple[Quantised, tuple[WrittenFile, ...]]:
@@ -219,16 +229,10 @@ class Job:
             started_utc=self.started.isoformat(timespec="seconds"),
             seconds={name: round(seconds, 3) for name, seconds in self.progress.seconds.items()},
             quantise_peak_rss_bytes=self._quantise_peak,
-            peak_rss_bytes=peak_rss_bytes(),
+            peak_rss_bytes=max(self._float_peak, peak_rss_bytes()),
             threads=torch.get_num_threads(),
         )
 
 
 def _write(folder: Path, name: str, data: bytes, role: Literal["config", "side"]) -> FileRecord:
     return FileRecord(name=name, nbytes=len(data), sha256=write_bytes_atomically(folder / name, data), role=role)
-
-
-def peak_rss_bytes() -> int:
-    """Largest resident size of this process so far (kibibytes on Linux, bytes on macOS)."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

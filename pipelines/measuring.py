@@ -8,16 +8,34 @@ from typing import TYPE_CHECKING
 from eval.measurement import ln_ratio_measurement, perplexity_measurement
 from eval.perplexity import WindowLosses, window_losses
 from eval.rows import window_rows
+from eval.sanity import broken_baseline, poor_baseline
 from eval.stats import mean_loss, paired_difference
 from formats.manifest import FileRecord, HashedFile, MeasurementRecord
 from formats.reader import load_model
 from pipelines.kv import CalibratedCache, measure_stored_cache
 from pipelines.prepare import Prepared
 from pipelines.progress import Progress
+from quant.errors import GateFailed
 from quant.quantizer import Note
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+def measure_float(prepared: Prepared, progress: Progress) -> tuple[WindowLosses, Note | None]:
+    """Losses of the float model, and a note where it does poorly.
+
+    Raises:
+        GateFailed: the model is broken, so that nothing could be judged against it.
+    """
+    losses = _losses("evaluate float", prepared.checkpoint.folder, prepared, progress)
+    config = prepared.checkpoint.plain_config()
+    vocabulary = int(config.get("text_config", config)["vocab_size"])
+    why = broken_baseline(losses, vocabulary)
+    if why is not None:
+        raise GateFailed(f"{prepared.source.requested}: {why}")
+    warning = poor_baseline(losses, prepared.evaluation.ids)
+    return losses, None if warning is None else Note("poor-baseline", warning)
 
 
 def measure(
@@ -26,15 +44,16 @@ def measure(
     files: list[FileRecord],
     source_files: list[HashedFile],
     cache: CalibratedCache | None,
+    before: WindowLosses,
     progress: Progress,
 ) -> tuple[list[MeasurementRecord], pd.DataFrame, list[Note]]:
     """Perplexity of the float model and of the files in ``folder`` on the same windows, their paired difference, the rows.
 
+    ``before`` are the float model's losses, from ``measure_float``.
     Where a cache was asked for, also what it costs when it is in the loop at every position; then there may be notes.
     """
     subject = {file.name: file.sha256 for file in files if file.role == "weights"}
     baseline = {file.name: file.sha256 for file in source_files if file.name.endswith(".safetensors")}
-    before = _losses("evaluate float", prepared.checkpoint.folder, prepared, progress)
     after = _losses("evaluate artefact", folder, prepared, progress)
     seed, windows = prepared.request.seed, prepared.evaluation
     found = [

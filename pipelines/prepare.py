@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from calib.corpora import Corpus, load_corpus
 from calib.distinct import calibration_notes
 from calib.tokenizer import TextTokenizer
-from calib.windows import Windows, calibration_windows, check_disjoint, evaluation_windows, tokenise
+from calib.windows import Windows, calibration_windows, check_disjoint, tokenise
 from eval.capacity.cards import Card, load_cards
 from eval.capacity.model_shape import ModelShape
 from eval.perplexity import check_positions
@@ -212,15 +212,7 @@ def _windows(
     tokens = tokenise(corpus, tokenizer, at_least=wanted * (convention.window - 1))
     _check_ids(tokens.ids, config.get("vocab_size"), checkpoint.folder)
     bos = convention.start_token(tokens.adds_bos)
-    evaluation = evaluation_windows(
-        tokens,
-        count=count,
-        length=convention.window,
-        start=request.evaluation_start,
-        bos=bos,
-        first_scored=convention.first_scored,
-        tail=convention.tail,
-    )
+    evaluation = convention.windows(tokens, count=count, start=request.evaluation_start)
     if not request.calibrates:
         return tokenizer, evaluation, None, None
     calibration = calibration_windows(
