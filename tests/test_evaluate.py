@@ -54,7 +54,9 @@ def test_measurements_and_rows_go_into_the_manifest_and_hold(made: Path, capsys:
     own = {m.name: m for m in after.measurements if m.part == "language"}
     assert own["perplexity"].subject == after.weights() == before.weights()
     assert own["perplexity_reference"].subject == {f.name: f.sha256 for f in before.source.files if f.name.endswith("tensors")}
-    assert own["kl"].inputs["windows"] == own["perplexity"].inputs["windows"] != getattr(before.digests.evaluation, "digest", None)
+    assert (
+        own["kl"].inputs["windows"] == own["perplexity"].inputs["windows"] != getattr(before.digests.evaluation, "digest", None)
+    )
     (record,) = after.evaluations
     assert record.rows is not None
     rows = pd.read_parquet(made / record.rows)
