@@ -7,6 +7,8 @@ above what mere token frequencies of the very text give is only told: small rand
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +30,31 @@ def broken_baseline(losses: WindowLosses, vocabulary: int) -> str | None:
             f"tokens alike loses {math.log(vocabulary):.4g}; mend the checkpoint, or its tokenizer"
         )
     return None
+
+
+def first_nonfinite(model: Any, ids: NDArray[np.int64]) -> str | None:
+    """Name of the innermost module whose output is the first that is not finite on one window ``ids [length]``, or None."""
+    import torch
+
+    found: list[str] = []
+
+    def look(name: str) -> Callable[..., None]:
+        def hook(module: Any, inputs: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) else output
+            if not found and isinstance(first, torch.Tensor) and not bool(torch.isfinite(first).all()):
+                found.append(name)
+
+        return hook
+
+    handles = [module.register_forward_hook(look(name)) for name, module in model.named_modules() if name]
+    device = next(iter(model.parameters())).device
+    try:
+        with torch.inference_mode():
+            model(torch.tensor(ids[None, :], dtype=torch.int64, device=device), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None
 
 
 def poor_baseline(losses: WindowLosses, ids: NDArray[np.int64]) -> str | None:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eval.measurement import ln_ratio_measurement, perplexity_measurement
 from eval.perplexity import WindowLosses, window_losses
 from eval.rows import window_rows
-from eval.sanity import broken_baseline, poor_baseline
+from eval.sanity import broken_baseline, first_nonfinite, poor_baseline
 from eval.stats import mean_loss, paired_difference
 from formats.manifest import FileRecord, HashedFile, MeasurementRecord
 from formats.reader import load_model
 from pipelines.kv import CalibratedCache, measure_stored_cache
 from pipelines.prepare import Prepared
 from pipelines.progress import Progress
-from quant.errors import GateFailed
+from quant.errors import GateFailed, NonFiniteTensor
 from quant.quantizer import Note
 
 if TYPE_CHECKING:
@@ -26,9 +26,13 @@ def measure_float(prepared: Prepared, progress: Progress) -> tuple[WindowLosses,
     """Losses of the float model, and a note where it does poorly.
 
     Raises:
-        GateFailed: the model is broken, so that nothing could be judged against it.
+        NonFiniteTensor: a module of the model gives NaN or infinities, with its name.
+        GateFailed: the model is broken otherwise, so that nothing could be judged against it.
     """
-    losses = _losses("evaluate float", prepared.checkpoint.folder, prepared, progress)
+    model, losses = _losses("evaluate float", prepared.checkpoint.folder, prepared, progress)
+    place = first_nonfinite(model, prepared.evaluation.ids[0]) if losses.nonfinite and len(prepared.evaluation.ids) else None
+    if place is not None:
+        raise NonFiniteTensor(f"{prepared.source.requested}: outputs of {place} are not finite: check the source weights there")
     config = prepared.checkpoint.plain_config()
     vocabulary = int(config.get("text_config", config)["vocab_size"])
     why = broken_baseline(losses, vocabulary)
@@ -54,7 +58,7 @@ def measure(
     """
     subject = {file.name: file.sha256 for file in files if file.role == "weights"}
     baseline = {file.name: file.sha256 for file in source_files if file.name.endswith(".safetensors")}
-    after = _losses("evaluate artefact", folder, prepared, progress)
+    _, after = _losses("evaluate artefact", folder, prepared, progress)
     seed, windows = prepared.request.seed, prepared.evaluation
     found = [
         perplexity_measurement(before, mean_loss(before, seed=seed), windows=windows, subject=baseline, name="perplexity_float"),
@@ -77,7 +81,7 @@ def measure(
     return records + more, window_rows(before, after, windows, quality.losses), list(notes)
 
 
-def _losses(stage: str, folder: Path, prepared: Prepared, progress: Progress) -> WindowLosses:
+def _losses(stage: str, folder: Path, prepared: Prepared, progress: Progress) -> tuple[Any, WindowLosses]:
     with progress.stage(stage, unit="window") as report:
         model = load_model(folder).to(prepared.request.device)
-        return window_losses(model, prepared.evaluation, batch=prepared.request.batch, progress=report)
+        return model, window_losses(model, prepared.evaluation, batch=prepared.request.batch, progress=report)

@@ -28,7 +28,7 @@ def test_asymmetric_runs_are_recorded_and_bring_the_last_hidden_states_closer(
     with torch.no_grad():
         expected = load_model(source)(ids).logits
         for share in ("0", "1"):
-            options = ("--asymmetric", share, "--bits", "2", "--calibration-windows", "48")
+            options = ("--asymmetric", share, "--bits", "3", "--calibration-windows", "48")
             manifest = run(method, source, tmp_path / share, text, *options)
             rules: Any = manifest.recipe["rules"]
             assert rules[0]["options"] == {"asymmetric": float(share)}

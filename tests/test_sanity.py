@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from eval.perplexity import window_losses
-from eval.sanity import broken_baseline, poor_baseline
+from eval.sanity import broken_baseline, first_nonfinite, poor_baseline
 from eval.stats import Interval
 from eval.verdict import verdict
 from formats.reader import load_model
@@ -78,3 +78,12 @@ def test_a_verdict_is_about_the_worse_end(low: float, high: float, higher_is_wor
 
 def test_without_an_interval_there_is_no_verdict() -> None:
     assert verdict(0.0, None, 0.05, higher_is_worse=True) is None
+
+
+def test_the_first_module_that_gives_no_number_is_named(tiny_model: Callable[[str], Path]) -> None:
+    model = load_model(tiny_model("llama"))
+    ids = windows().ids[0]
+    assert first_nonfinite(model, ids) is None
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(float("inf"))
+    assert first_nonfinite(model, ids) == "model.layers.1.mlp.up_proj"
